@@ -70,9 +70,7 @@ class TopicListing:
 
 @dataclass(slots=True, frozen=True)
 class PartitionReassignment:
-    """A reassignment in progress; `replicas` are the new replicas, then those that will be
-    removed.
-    """
+    """A reassignment in progress; `replicas`: the new ones, then those that will be removed."""
 
     topic: str
     partition: int
@@ -83,9 +81,7 @@ class PartitionReassignment:
 
 @dataclass(slots=True, frozen=True)
 class ConfigEntry:
-    """One setting of a resource; `source` is where its value comes from (topic, server,
-    default).
-    """
+    """One setting of a resource; `source`: where its value comes from (topic, server, default)."""
 
     name: str
     value: str

@@ -1,5 +1,4 @@
-"""The consumer: `poll` records or `poll_batches` Arrow batches of assigned or subscribed
-partitions.
+"""The consumer: `poll` returns records and `poll_batches` Arrow batches of its partitions.
 
 Frames arrive on the client's loop thread and wait, bounded by credit; checking, decompressing and
 decoding them happens in the thread that polls, so the two overlap.  A consumer is used by one
@@ -53,8 +52,7 @@ class Consumer:
     """Reads records of assigned or subscribed partitions.  For one thread at a time.
 
     bootstrap: "host:port,…", or a list of addresses.
-    key_deserializer, value_deserializer: "string", "json", `f(data)` or `f(topic, data)`; None
-    gives bytes.
+    key_deserializer, value_deserializer: "string", "json", `f(data)`, `f(topic, data)`; None: bytes
     options: the consumer settings of docs/settings.md; Kafka's dotted names are accepted.
 
     Raises `InvalidOption` or `InvalidConfig` for an option that is unknown or out of bounds.

@@ -11,8 +11,7 @@ spell them.  `kafka.X` means `pk.X`.  Each given name falls into one class:
   Spark's own  ignored
   unknown      refused, with the nearest valid name
 
-Precedence is Kafka's, with a warning: `startingTimestamp` wins over `startingOffsetsByTimestamp`,
-which wins over `startingOffsets`; likewise for `ending…`.
+A timestamp wins over offsets by timestamp, and these over offsets (Kafka's order; one warning).
 """
 
 from __future__ import annotations

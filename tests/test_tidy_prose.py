@@ -24,8 +24,8 @@ FORBIDDEN = [
 CONSTRUCTION = re.compile(rf"\b(?:{'|'.join(FORBIDDEN)})\b", re.IGNORECASE)
 #: Of a top-level folder; 0 for the others.
 MAXIMUM = {
-    ".": 2, "bench": 9, "client": 45, "docs": 61, "log": 45, "server": 90, "sim": 80,
-    "sparkconnector": 16, "src": 32, "tests": 280, "tiering": 40,
+    ".": 2, "bench": 9, "client": 2, "docs": 61, "log": 0, "server": 60, "sim": 0,
+    "sparkconnector": 16, "src": 30, "tests": 280, "tiering": 40,
 }  # fmt: skip
 #: They name the forbidden constructions, or are a record of what was.
 EXCEPT = {"docs/STYLE.md", "CHANGELOG.md", "tests/test_tidy_prose.py"}
