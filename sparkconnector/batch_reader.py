@@ -31,9 +31,7 @@ OFFSET_MAX = 2**63 - 1
 
 
 class Narrowed:
-    """The part of a read that pushed filters leave: topics, partitions, offsets, earliest
-    timestamp.
-    """
+    """The part of a read that pushed filters leave: topics, partitions, offsets, least time."""
 
     def __init__(self) -> None:
         #: "topic" or "partition" → the values that the filters allow

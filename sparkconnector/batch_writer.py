@@ -94,9 +94,7 @@ class Columns:
             )
 
     def split(self, batch: pa.RecordBatch) -> Iterator[tuple[str, pa.RecordBatch]]:
-        """Yield `(topic, rows)` for each topic of a Spark batch; the rows of a topic keep their
-        order.
-        """
+        """Yield `(topic, rows)` for each topic of a Spark batch, the rows in their order."""
         import pyarrow as pa
         import pyarrow.compute as pc
 
@@ -140,9 +138,7 @@ class TaskWriter:
             self._settle()
 
     def finish(self) -> PkCommit:
-        """Wait until all rows are acknowledged (B1) and return what was stored, or raise the first
-        error.
-        """
+        """Wait until all rows are acknowledged (B1); return what was stored or raise an error."""
         if self._producer is None:
             return PkCommit(-1, -1)
         self._producer.flush(self._producer_timeout_s())

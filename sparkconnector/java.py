@@ -33,9 +33,7 @@ class Java(NamedTuple):
 
 
 def find_java() -> Java:
-    """Return the Java that Spark would start.  Raises `JavaMissing` if there is none or it is too
-    old.
-    """
+    """Return the Java that Spark would start.  Raises `JavaMissing` if none, or none new enough."""
     home = os.environ.get("JAVA_HOME", "")
     command = str(Path(home) / "bin" / "java") if home else shutil.which("java") or ""
     if home and not os.access(command, os.X_OK):

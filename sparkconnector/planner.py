@@ -205,9 +205,7 @@ class Planner:
             yield Task(part, self.source.read_committed, cold)
 
     def _cold_ends(self, wanted: Sequence[Range], streaming: bool) -> dict[tuple[str, int], int]:
-        """Return by partition the end of the cold part, for ranges whose cold part is worth
-        reading.
-        """
+        """Return each partition's end of the cold part, if reading that from the table pays."""
         if not wanted:
             return {}
         found = {}
@@ -276,9 +274,7 @@ def _cold(task: Task, source: Source, shape: Any) -> Iterator[pa.RecordBatch]:
         _report_loss(source, _loss(part, cause), cause)
 
     def elsewhere(rest: Range, error: errors.DamagedTierFile) -> Iterator[pa.RecordBatch]:
-        """Read `rest` through the broker, which may still have its records, and report the file to
-        it.
-        """
+        """Report the file to the broker and read `rest` there: it may still have the records."""
         from pk.sparkconnector.connection import cluster
 
         warn(f"{error.message}; {rest} is read through the broker")

@@ -32,9 +32,7 @@ Spans = Sequence[tuple[int, int]]
 
 
 class Curve(NamedTuple):
-    """Cumulative bytes of a partition at growing offsets; it begins at a range's start with 0
-    bytes.
-    """
+    """Cumulative bytes at growing offsets of a partition; 0 at the start of a range."""
 
     offsets: Sequence[int]
     cumulative: Sequence[int]

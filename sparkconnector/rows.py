@@ -139,8 +139,8 @@ def from_log(
         raw = payload[at : at + header.length]
         with _placed(before):
             batches.check_place(header, before, after, first=not index)
-            # checked before any field is used: a flipped bit could make the batch look like one to
-            # skip
+            # Checked before the header decides anything: a flipped bit in it could make the reader
+            # skip a batch that has rows.
             batches.check(raw)
         position, before = before, header.next_offset
         if header.next_offset <= one.start or header.base_offset >= one.end:

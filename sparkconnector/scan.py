@@ -141,18 +141,14 @@ class Scan:
         self._sending.spawn(_send(line.stream, request))
 
     def follow(self) -> None:
-        """Close the stream to a broker that no longer leads the partition
-        (sparkconnector/connection K4).
-        """
+        """Close the stream to a former leader (sparkconnector/connection K4)."""
         line, key = self._line, (self._range.topic_id, self._range.partition)
         address = self._owner._network.leader_address(PartitionKey(*key))
         if line is not None and address is not None and address != line.address:
             line.stream.close()
 
     async def run(self) -> None:
-        """Fetch until the end of the range; reconnect after retriable errors
-        (sparkconnector/connection K1).
-        """
+        """Fetch to the range's end; retry retriable errors (sparkconnector/connection K1)."""
         owner = self._owner
         owner._scans[self] = None
         owner._watch(self._range.topic)

@@ -98,9 +98,7 @@ class PkStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return ReadAllAvailable()
 
     def reportLatestOffset(self) -> dict[str, Any] | None:
-        """Return the newest offsets that the query could read; Spark's progress shows the lag from
-        them.
-        """
+        """Return the newest readable offsets; Spark's progress shows the lag from them."""
         return None if self._newest is None else offsets.to_json(self._newest)
 
     def prepareForTriggerAvailableNow(self) -> None:
@@ -140,9 +138,7 @@ class PkStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return waited_ms < self._source.max_trigger_delay_ms
 
     def _limited(self, wanted: list[Range]) -> list[Range]:
-        """Return the ranges cut to both limits, first records, then bytes; some record always
-        remains (B2).
-        """
+        """Cut the ranges to both limits, first records, then bytes; some record remains (B2)."""
         source = self._source
         if source.max_offsets:
             wanted = ranges.limit_records(wanted, source.max_offsets, self._turn)
@@ -155,9 +151,7 @@ class PkStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 def _advanced(
     begin: SourceProgress, end: SourceProgress, bounds: Sequence[Bounds], limited: Sequence[Range]
 ) -> SourceProgress:
-    """Return the progress after `limited` is read; a partition with nothing to read keeps its
-    offset.
-    """
+    """Return the progress after `limited`; a partition with nothing to read keeps its offset."""
     reached = {(one.topic, one.partition): one.end for one in limited}
     earliest = {(one.topic, one.partition): one.earliest for one in bounds}
     progress: SourceProgress = {}

@@ -1,10 +1,10 @@
-"""The `pk` command line; every module here is one command (see app.py)."""
+"""The `pk` command line; each module here is one command (see app.py)."""
 
 from __future__ import annotations
 
 
 def main() -> None:
-    """Entry point of the `pk` script."""
+    """Run the `pk` script."""
     import sys
 
     from pk.cli.app import run

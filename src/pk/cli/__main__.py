@@ -1,7 +1,7 @@
-"""`python -m pk.cli …` is `pk …`, for programs that know their interpreter and not their PATH.
+"""`python -m pk.cli …` is the same as `pk …`, for programs that know their interpreter's path only.
 
-A server that a program starts for itself (embedded.py) names that program in `PK_SUPERVISOR_PID`,
-and dies with it, as the server's own children do with theirs (rule P1).
+A program that starts a server for itself (embedded.py) names its own pid in `PK_SUPERVISOR_PID`.
+The server then ends when that program ends, as the server's children end with the server (rule P1).
 """
 
 from __future__ import annotations

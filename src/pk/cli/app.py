@@ -1,14 +1,14 @@
-"""The `pk` command: a table of names, each a module that is imported when it is called.
+"""The `pk` command: a table of commands, whose modules are imported when they are called.
 
-A module `pk.cli.<name>` offers `app`, a `typer.Typer`; the table lists it once the module exists,
-so a command that is not built yet is not there.  One place turns what goes wrong into what a person
-or a script sees:
+A module `pk.cli.<name>` offers `app`, a `typer.Typer`.  The command is available only if its module
+exists in this build.  This module alone turns each failure into output for the user or for a
+script:
 
     PkError            one line `error: <message> (<who must act>)`, exit 1; with `--json` an object
                        {"error": {code, name, message, acts, retriable, details}} on stdout
     wrong usage        typer's own lines, exit 2
     Ctrl-C             exit 130
-    a closed pipe      silence, exit 141 (as in `pk consume … | head`)
+    a closed pipe      no output, exit 141 (as in `pk consume … | head`)
     anything else      a traceback: a bug
 """
 
@@ -25,7 +25,7 @@ from importlib.util import find_spec
 import pk
 from pk import errors
 
-#: name → what it is for.  The order is the order of `pk --help`.
+#: command → its purpose, in the order of `pk --help`
 COMMANDS: Mapping[str, str] = {
     "server": "start a node: controller, broker and tier under one supervisor; format its disks",
     "topics": "create, list, describe, alter and delete topics",
@@ -53,7 +53,7 @@ BROKEN_PIPE = 141
 
 
 def available() -> dict[str, str]:
-    """The commands of this build."""
+    """Return the commands whose modules exist in this build."""
     return {name: text for name, text in COMMANDS.items() if find_spec(f"pk.cli.{name}")}
 
 
@@ -77,13 +77,13 @@ def help_text() -> str:
 
 
 def error_line(error: errors.PkError) -> str:
-    """What a person reads: always one line."""
+    """Return an error as text: always one line."""
     message = " ".join(error.message.split())
     return f"error: {message} ({WHO_ACTS[error.acts]})"
 
 
 def error_object(error: errors.PkError) -> dict[str, object]:
-    """What a script reads."""
+    """Return an error as a JSON object, for scripts."""
     return {
         "error": {
             "code": error.code,
@@ -104,7 +104,8 @@ def run(argv: Sequence[str]) -> int:
     if argv[0] == "--version":
         print(f"pk {pk.__version__}")
         return 0
-    os.environ.setdefault("TYPER_STANDARD_TRACEBACK", "1")  # a bug is for reading, not decoration
+    # show the traceback of a bug as plain text
+    os.environ.setdefault("TYPER_STANDARD_TRACEBACK", "1")
     name, arguments = argv[0], list(argv[1:])
     if name not in available():
         near = difflib.get_close_matches(name, available(), n=1)
@@ -124,7 +125,7 @@ def run(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # Python flushes stdout once more on exit; give it somewhere to go.
+        # Python flushes stdout again at exit: replace the closed pipe, or that flush fails.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     return 0

@@ -1,4 +1,4 @@
-"""What the client commands share: options, tables, numbers for people, quiet ends."""
+"""Shared parts of the client commands: options, tables, sizes as text, quiet endings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ C = TypeVar("C", bound=Any)
 DEFAULT_BOOTSTRAP = "127.0.0.1:9292"
 INTERRUPTED = 130
 BROKEN_PIPE = 141
-#: After this a command says to whom it is still connecting.
+#: After this time, a command prints to which address it is still connecting.
 CONNECTING_S = 1.0
 
 BootstrapOption = Annotated[
@@ -33,7 +33,7 @@ Configs = Annotated[
     list[str] | None,
     typer.Option("--config", help="setting=value, Kafka's dotted names too; repeatable"),
 ]
-#: What a client's time-out may be at most.
+#: The largest time-out that a client accepts.
 TIMEOUT_MS_MAX = 2_147_483_000
 TimeoutMs = Annotated[
     int,
@@ -47,7 +47,7 @@ TimeoutMs = Annotated[
 
 
 def pairs(items: Iterable[str] | None, option: str) -> dict[str, str]:
-    """`name=value` arguments as a mapping.  Raises `InvalidOption`."""
+    """Return `name=value` arguments as a mapping.  Raises `InvalidOption`."""
     found: dict[str, str] = {}
     for item in items or ():
         name, equals, value = item.partition("=")
@@ -60,7 +60,7 @@ def pairs(items: Iterable[str] | None, option: str) -> dict[str, str]:
 
 
 def toml_file(path: Path | None) -> dict[str, Any]:
-    """A configuration file; no path = nothing.  Raises `InvalidConfig`."""
+    """Return the settings of a TOML file; {} without a path.  Raises `InvalidConfig`."""
     if path is None:
         return {}
     try:
@@ -72,12 +72,12 @@ def toml_file(path: Path | None) -> dict[str, Any]:
 
 
 def say(value: Any) -> None:
-    """One JSON document on one line."""
+    """Print one JSON document on one line."""
     typer.echo(json.dumps(value, ensure_ascii=False))
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str = "") -> None:
-    """A table: framed on a terminal, aligned text elsewhere; numbers to the right."""
+    """Print a table: framed on a terminal, aligned text elsewhere; numbers are right-aligned."""
     cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
     right = [
         all(row[i].lstrip("-").replace(",", "").isdigit() for row in cells) and bool(cells)
@@ -107,7 +107,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str = ""
 
 
 def size_text(size: float) -> str:
-    """Bytes for people."""
+    """Return a number of bytes with a unit, for people."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024 or unit == "GiB":
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
@@ -116,7 +116,10 @@ def size_text(size: float) -> str:
 
 
 def countdown(timeout_ms: int) -> Callable[[], float]:
-    """The seconds left of a command's time-out, which begins with its first call; never none."""
+    """Return a function that returns the seconds left of a command's time-out.
+
+    The time-out begins with the function's first call.  The result is never zero or negative.
+    """
     begun: list[float] = []
 
     def left_s() -> float:
@@ -130,7 +133,10 @@ def countdown(timeout_ms: int) -> Callable[[], float]:
 
 @contextlib.contextmanager
 def opened(client: C, bootstrap: str) -> Iterator[C]:
-    """The client, closed at the end; if no broker answers it soon, stderr says who is asked."""
+    """Yield the client and close it at the end.
+
+    If no broker answers soon, stderr names the address that the command is connecting to.
+    """
 
     def say_so() -> None:
         if not client._cluster.reached:
@@ -148,7 +154,7 @@ def opened(client: C, bootstrap: str) -> Iterator[C]:
 
 @contextlib.contextmanager
 def quiet_end() -> Iterator[None]:
-    """Ctrl-C and a closed pipe end a command without a word, with the exit codes shells expect."""
+    """End the command at Ctrl-C or a closed pipe: no output, the shell's usual exit code."""
     try:
         yield
         sys.stdout.flush()
@@ -160,7 +166,7 @@ def quiet_end() -> Iterator[None]:
 
 
 def error_json(error: errors.PkError | None) -> Mapping[str, Any] | None:
-    """An error inside a larger answer."""
+    """Return an error as a JSON object that is part of a larger answer."""
     if error is None:
         return None
     return {"code": error.code, "name": type(error).__name__, "message": error.message}

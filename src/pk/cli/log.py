@@ -1,6 +1,4 @@
-"""`pk log dump FILE`: any file of a log, for people (or with `--json` one object a line, for
-scripts).
-"""
+"""`pk log dump FILE`: shows any file of a log as text, or with `--json` as one object per line."""
 
 from __future__ import annotations
 
@@ -82,7 +80,7 @@ def dump(
 
 
 def line(found: dict[str, Any]) -> str:
-    """An object as text: the rows of a batch are indented under it."""
+    """Return an object as text; the rows of a batch are indented below it."""
     rows = found.pop("rows", found.pop("markers", None))
     head = " ".join(f"{name}={_cell(value)}" for name, value in found.items() if name != "corrupt")
     if "corrupt" in found:

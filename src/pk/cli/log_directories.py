@@ -28,12 +28,12 @@ TopicIdOption = Annotated[
 ]
 Yes = Annotated[bool, typer.Option("--yes", help="do it; without it the plan is shown")]
 
-#: `pk log list` alone says so: a log whose identity is intact, with damaged ranges.
+#: A status that only `pk log list` shows: the log's identity is intact, some ranges are damaged.
 DAMAGED = "damaged"
 
 
 def add_to(app: typer.Typer) -> None:
-    """The commands of this module."""
+    """Add the commands of this module to `app`."""
     app.command("list")(show)
     app.command()(adopt)
     app.command()(discard)
@@ -41,7 +41,10 @@ def add_to(app: typer.Typer) -> None:
 
 @contextmanager
 def locked(home: Path) -> Iterator[RealStorage]:
-    """Nobody else changes it meanwhile.  Raises `DirectoryLocked` while a broker has it."""
+    """Lock the data directory during the block.
+
+    Raises `DirectoryLocked` while a broker or another command holds the lock.
+    """
     storage = RealStorage(str(home.absolute()))
     adoption.opened(storage)
     storage.lock()
@@ -70,8 +73,10 @@ def show(home: Home, as_json: AsJson = False) -> None:
 
 
 def _with_ranges(storage: RealStorage, found: adoption.LogDirectory) -> dict[str, Any]:
-    """`found` with the number of its damaged ranges; 0 where the identity is not intact, for the
-    checkpoints that say where a log ended name it by its identity.
+    """Return `found` with the number of its damaged ranges.
+
+    The number is 0 if the identity is not intact: the checkpoints that record where a log ended
+    refer to it by its identity.
     """
     row = {**found._asdict(), "damaged_ranges": 0}
     if found.status in (adoption.OK, ADOPTED):

@@ -1,4 +1,4 @@
-"""The damaged ranges of one log in a data directory, for `pk log list` and `pk log repair`."""
+"""Finds the damaged ranges of a log in a data directory, for `pk log list` and `pk log repair`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pk.types import Offset
 
 
 def findings(storage: RealStorage, name: str) -> list[Finding]:
-    """Every damaged range of the log in directory `name`, ascending.  Reads every batch.
+    """Return every damaged range of the log in directory `name`, ascending; reads every batch.
 
-    A log without an identity has none here.  Raises `LogUnidentified` for a damaged identity.
+    Returns none for a log without an identity.  Raises `LogUnidentified` for a damaged identity.
     """
     path = f"{PARTITIONS}/{name}"
     owner = identity.read(storage, path)
@@ -31,16 +31,17 @@ def findings(storage: RealStorage, name: str) -> list[Finding]:
     floor = max(point, marks.get(key, 0))
     begins = _local_start(storage, owner) if closed else FAR
     found = repairing.look(storage, path, trusted=closed, floor=floor, local_start=begins)
-    if not closed and run.boot_id != boot_id():  # a power loss: the next start cuts what it tore
+    # a power loss: the next start truncates the torn end itself
+    if not closed and run.boot_id != boot_id():
         found = [each for each in found if each.damage.start < point]
     return found
 
 
 def _local_start(storage: RealStorage, owner: Identity) -> Offset:
-    """Where the log is to begin at the latest; FAR = the checkpoints do not say so.
+    """Return the largest offset at which the log may begin; FAR if the checkpoints do not say.
 
-    They do after a clean stop.  After another end a table may hold more than they know; the next
-    start of the broker asks it.
+    After a clean stop they do.  After another end, the topic's table may reach further than the
+    checkpoints know; the broker asks it at its next start.
     """
     known = identity.read_all(storage).get(str(owner.topic_partition))
     if known is not None and known.state == ADOPTED:

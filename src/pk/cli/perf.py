@@ -33,7 +33,7 @@ _REPORT_S = 1.0
 
 
 class _Meter:
-    """Counts, and the latencies of some of what was sent."""
+    """Counts records and bytes, and keeps the latency of a sample of the sends."""
 
     def __init__(self, quiet: bool) -> None:
         self.records = 0
@@ -45,7 +45,7 @@ class _Meter:
         self._told_records = 0
 
     def begin(self) -> None:
-        """The clock starts now: connections are open, topics known."""
+        """Start the clock, now that connections are open and topics known."""
         self.started = self._told = monotonic_s()
 
     def add(self, records: int, size: int) -> None:
@@ -100,7 +100,7 @@ def _print_result(result: dict[str, Any], as_json: bool) -> None:
 
 
 class _Pace:
-    """Holds a loop to so many records a second."""
+    """Limits a loop to a number of records per second."""
 
     def __init__(self, rate: float | None) -> None:
         self._rate = rate
@@ -169,8 +169,8 @@ def produce(
 
 
 def producer_times(timeout_ms: int, linger_ms: float) -> dict[str, float]:
-    """A producer's options, so that it waits for brokers and acknowledgements for `timeout_ms`."""
-    delivery_ms = timeout_ms + math.ceil(linger_ms)  # a batch waits for others first
+    """Return producer options that wait `timeout_ms` for brokers and for acknowledgements."""
+    delivery_ms = timeout_ms + math.ceil(linger_ms)  # a batch may wait for other batches first
     request_ms = min(timeout_ms, PRODUCER.by_name["request_timeout_ms"].default)
     return {
         "max_block_ms": min(timeout_ms, PRODUCER.by_name["max_block_ms"].default),
@@ -224,7 +224,7 @@ def _send_records(
     noise = random.Random(7).randbytes(value_size + 1024)
     values = [noise[at : at + value_size] for at in range(1024)]
     names: list[bytes | None] = [b"%d" % number for number in range(keys)] or [None]
-    every = 1 if records <= 100_000 else 100  #: whose latency is taken
+    every = 1 if records <= 100_000 else 100  #: the latency of every so many records is measured
 
     def delivered(started: float) -> Callable[[Any, errors.PkError | None], None]:
         def call(_metadata: Any, error: errors.PkError | None) -> None:

@@ -24,9 +24,9 @@ from pk.cli.common import (
 
 app = typer.Typer(add_completion=False)
 
-#: How long a broker is waited for at most, whatever acknowledgements may take.
+#: The most time to wait for a broker, however long acknowledgements may take.
 MAX_CONNECT_MS = 60_000
-_BAR_EVERY = 2_000  #: records between two looks of the progress bar
+_BAR_EVERY = 2_000  #: records between two updates of the progress bar
 
 
 @app.command(help=__doc__)
@@ -70,7 +70,7 @@ def produce(
         with opened(client, bootstrap) as producer, _progress(total) as moved:
             read = 0
             for line in lines:
-                if not read:  # a dead address and a topic that does not exist are said soon
+                if not read:  # fails soon for a dead address or an unknown topic
                     producer.partitions_for(topic, min(timeout_ms, MAX_CONNECT_MS) / 1000)
                 read += len(line)
                 value: bytes | None = line.rstrip(b"\n").removesuffix(b"\r")
@@ -103,7 +103,7 @@ def produce(
 
 
 class _Count:
-    """What became of the records."""
+    """Counts acknowledged and failed records."""
 
     def __init__(self) -> None:
         self.sent = 0
@@ -125,7 +125,7 @@ class _Count:
 
 @contextlib.contextmanager
 def _input(file: Path | None) -> Iterator[tuple[BinaryIO, int | None]]:
-    """The input and its size, if it is known."""
+    """Return the input and its size, None if the size is unknown."""
     if file is None:
         yield sys.stdin.buffer, None
         return
@@ -139,7 +139,7 @@ def _input(file: Path | None) -> Iterator[tuple[BinaryIO, int | None]]:
 
 @contextlib.contextmanager
 def _progress(total: int | None) -> Iterator[Any]:
-    """A bar on stderr if that is a terminal and the input is not typed there."""
+    """Show a bar on stderr, if stderr is a terminal and the input is not."""
     if not sys.stderr.isatty() or (total is None and sys.stdin.isatty()):
         yield lambda _read, _sent: None
         return

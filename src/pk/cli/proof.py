@@ -1,12 +1,13 @@
-"""The demo's proof: four counts and the checksums of three engines, and whether they agree.
+"""The demo's proof: four counts and the checksums of three engines must agree.
 
-No hash comes from pk.  A row's hash is the first 15 hex digits, as an integer, of the md5 of a
-text; a checksum is the sum of the row hashes as DECIMAL(38,0), so it does not depend on order.
+pk itself computes no hash.  The hash of a row is the first 15 hex digits, as an integer, of the md5
+of a text.  A checksum is the sum of the row hashes as DECIMAL(38,0), so it does not depend on the
+order of rows.
 
     row text       partition|offset|hex(key)|hex(value)       null as a dash
 
-Spark SQL computes both over `format("pk")`; DuckDB both over the Parquet files that the table's
-Delta log lists, and the content also over the input.
+Spark SQL computes the count and both checksums over `format("pk")`.  DuckDB computes them over the
+Parquet files that the table's Delta log lists, and the content checksum also over the input.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ ROW_TEXT = (
 
 
 def spark_hash(text: str) -> str:
-    """Spark SQL for the row hash of `text`; 15 hex digits always fit a BIGINT."""
+    """Return Spark SQL for the row hash of `text`; 15 hex digits always fit a BIGINT."""
     return f"CAST(conv(substr(md5({text}), 1, 15), 16, 10) AS DECIMAL(38, 0))"
 
 
 def duckdb_hash(text: str) -> str:
-    """DuckDB SQL for the row hash of `text`."""
+    """Return DuckDB SQL for the row hash of `text`."""
     return f"CAST(CAST('0x' || substr(md5({text}), 1, 15) AS BIGINT) AS DECIMAL(38, 0))"
 
 
 def spark_sql(view: str) -> str:
-    """Count and both checksums over a view with Kafka's columns."""
+    """Return Spark SQL for the count and both checksums over a view with Kafka's columns."""
     row, content = ROW_TEXT.replace('"offset"', "`offset`"), CONTENT_TEXT
     return (
         f"SELECT count(*) AS rows, CAST(sum({spark_hash(row)}) AS DECIMAL(38, 0)) AS checksum, "
@@ -41,7 +42,7 @@ def spark_sql(view: str) -> str:
 
 
 def duckdb_sql(source: str, *, with_offsets: bool = True) -> str:
-    """The same for DuckDB; the input has no offsets, so only its content is summed."""
+    """Return the same query for DuckDB; the input has no offsets, so only its content is summed."""
     row = f"CAST(sum({duckdb_hash(ROW_TEXT)}) AS DECIMAL(38, 0))" if with_offsets else "NULL"
     return (
         f"SELECT count(*) AS rows, {row} AS checksum, "
@@ -51,7 +52,7 @@ def duckdb_sql(source: str, *, with_offsets: bool = True) -> str:
 
 @dataclass(slots=True, frozen=True)
 class Sums:
-    """What one engine found."""
+    """The count and the checksums that one engine computed."""
 
     rows: int
     checksum: int | None
@@ -60,10 +61,10 @@ class Sums:
 
 @dataclass(slots=True, frozen=True)
 class Proof:
-    """All that must agree."""
+    """The counts and checksums that must agree."""
 
-    sent: int  #: acknowledged by the producer
-    log_ends: int  #: sum of log_end - log_start, as the broker says
+    sent: int  #: records that the brokers acknowledged to the producer
+    log_ends: int  #: sum of log_end - log_start, as the broker reports them
     windows: int  #: sum of the window counts in the query's Delta table
     input: Sums  #: DuckDB over the rows that were sent
     log: Sums  #: Spark SQL over format("pk")
@@ -79,7 +80,7 @@ class Proof:
         ]
 
     def disagreements(self) -> list[str]:
-        """Empty = proven."""
+        """Return a sentence per disagreement; an empty list means that the proof holds."""
         found = _differing("counts", self.counts())
         found += _differing(
             "checksums of partition|offset|key|value",

@@ -45,7 +45,7 @@ Assignment = dict["TopicPartition", tuple[int, ...]]
 
 
 def read_plan(path: Path) -> Assignment:
-    """The assignment a file asks for.  Raises `InvalidOption` that says what is wrong with it."""
+    """Return the assignment in a file.  Raises `InvalidOption` that names the mistake in it."""
     from pk.types import TopicPartition
 
     try:
@@ -76,7 +76,7 @@ def read_plan(path: Path) -> Assignment:
 
 
 def plan_text(assignment: Assignment) -> str:
-    """The same as a file."""
+    """Return an assignment in the file's format."""
     partitions = [
         {"topic": place.topic, "partition": place.partition, "replicas": list(replicas)}
         for place, replicas in sorted(assignment.items())
@@ -93,7 +93,7 @@ def _admin(bootstrap: str) -> AbstractContextManager[AdminClient]:
 def _alter(
     admin: AdminClient, wanted: dict[Any, Any], seconds: Callable[[], float]
 ) -> dict[Any, Any]:
-    """Every partition's error or None."""
+    """Reassign the partitions, chunk by chunk; return each partition's error or None."""
     found: dict[Any, Any] = {}
     places = list(wanted)
     for start in range(0, len(places), CHUNK):
@@ -103,7 +103,7 @@ def _alter(
 
 
 def _report(results: dict[Any, Any], done: str, as_json: bool, **more: Any) -> None:
-    """One line a partition; any error makes the exit code 1."""
+    """Print one line per partition; the exit code is 1 if any has an error."""
     if as_json:
         listed = [
             {"topic": p.topic, "partition": p.partition, "error": error_json(error)}

@@ -1,8 +1,8 @@
-"""`pk log repair`: shows the damaged ranges of a broker's logs and, confirmed, goes past them
-(rule L9; log/repair.py).
+"""`pk log repair`: shows the damaged ranges of a broker's logs and, with --yes, makes them gaps.
 
-A look needs no lock and changes nothing; of a running broker it leaves out what is being written.
-`--yes` takes the directory's lock: while a broker runs it is refused.
+The rule is L9; log/repair.py does the work.  Showing needs no lock and changes nothing; if the
+broker runs, data that is still being written is left out.  `--yes` takes the directory's lock, and
+is refused while a broker runs.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def accept(
 
 
 def print_rows(found: dict[int, TierRows], what: str, *, as_json: bool) -> None:
-    """What became of the missing rows of each partition."""
+    """Print, by partition, how many missing rows were repaired or accepted, and which remain."""
     if as_json:
         say({"partitions": {partition: asdict(each) for partition, each in found.items()}})
         return
@@ -95,12 +95,12 @@ def print_rows(found: dict[int, TierRows], what: str, *, as_json: bool) -> None:
 
 
 def spans(ranges: Iterable[tuple[int, int]]) -> str:
-    """Half-open ranges as text."""
+    """Return half-open ranges as text."""
     return " ".join(f"[{start}, {end})" for start, end in ranges)
 
 
 def as_object(found: TierDescription) -> dict[str, Any]:
-    """What a script reads."""
+    """Return the description as a JSON object, for scripts."""
     return {
         "topic": found.topic,
         "topic_id": found.topic_id,
@@ -126,7 +126,7 @@ def as_object(found: TierDescription) -> dict[str, Any]:
 
 
 def show(found: TierDescription) -> None:
-    """What a person reads."""
+    """Print the description for people."""
     typer.echo(f"{found.topic}  {found.topic_id}  status: {found.status}")
     if found.problem is not None:
         typer.echo(f"problem: {found.problem.message}")
@@ -162,7 +162,7 @@ def show(found: TierDescription) -> None:
 
 
 def open_with(uri: str, options: Any) -> dict[str, str]:
-    """One line each for Spark, DuckDB and pandas; credentials are the reader's own."""
+    """Return a line each that opens the table in Spark, DuckDB and pandas, without credentials."""
     given = f", storage_options={dict(options)!r}" if options else ""
     files = f"DeltaTable({uri!r}{given}).file_uris()"
     spark = f"s3a{uri[2:]}" if uri.startswith("s3://") else uri

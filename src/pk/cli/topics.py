@@ -32,7 +32,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 
 Names = Annotated[list[str], typer.Argument(help="topic names", metavar="TOPIC…")]
 
-#: The note about a topic of `create --if-not-exists` that was there before.
+#: The note on a topic that existed before `create --if-not-exists`.
 EXISTS = "already exists (unchanged)"
 _OFFSETS = ("log_start", "local_log_start", "tiered_end", "LSO", "HW", "log_end")
 
@@ -44,7 +44,7 @@ def _admin(bootstrap: str) -> Any:
 
 
 def _report(results: list[TopicResult], done: str, as_json: bool) -> None:
-    """One line a topic; the first error decides the exit code, after all were told."""
+    """Print one line per topic; then the first error decides the exit code."""
     if as_json:
         failed = [result.error for result in results if result.error is not None]
         if failed and len(results) == 1:

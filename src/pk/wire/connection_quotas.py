@@ -54,9 +54,7 @@ def proven_by_address(peer: str, addresses: Iterable[str]) -> bool:
 
 
 class ConnectionQuotas(Generic[C]):
-    """The connections of one listener.  `C` identifies a connection; an address of '' is not
-    counted.
-    """
+    """The connections of one listener; `C` identifies one.  An address of '' is not counted."""
 
     def __init__(self, connections_max: int) -> None:
         self.connections_max = connections_max
@@ -84,9 +82,7 @@ class ConnectionQuotas(Generic[C]):
         return [first]
 
     def admit(self, connection: C, known: bool) -> str:
-        """Admit a connection whose hello was accepted; return the reason to close it, '' if it may
-        stay.
-        """
+        """Admit a connection after its hello; return why it must close, '' if it may stay."""
         if connection not in self._address or connection in self._known:
             return ""
         address = self._address[connection]

@@ -33,9 +33,7 @@ _INFO = struct.Struct("=2xB21xI28xI")  # retransmits, unacknowledged, ms since a
 
 
 def is_unacknowledged(sock: socket.socket) -> bool:
-    """Return whether the peer of a connected socket vanished (N8); False where the system cannot
-    say.
-    """
+    """Return whether the peer of a connected socket vanished (N8); False if it is unknown."""
     if _TCP_INFO is None or sock.family == socket.AF_UNIX:
         return False
     try:

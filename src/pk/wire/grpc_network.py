@@ -445,9 +445,7 @@ class GrpcNetwork:
 
 
 class Front(Protocol):
-    """A listener that forwards connections to this server; `peer` is grpc's name for a
-    connection.
-    """
+    """A listener that forwards connections here; `peer` is grpc's name for a connection."""
 
     def peer_of(self, peer: str) -> str:
         """Return the peer's public address."""
@@ -485,16 +483,12 @@ class _ServerStream(_GrpcStream):
         await self._context.write(message)
 
     def admit(self, known: bool) -> None:
-        """Admit the peer, whose hello was accepted.  Raises `ThrottledError` if there is no room
-        for it.
-        """
+        """Admit the peer after its hello.  Raises `ThrottledError` if there is no room for it."""
         if self._front is not None:
             self._front.admit(self._carried, known)
 
     async def run(self, handler: Coroutine[Any, Any, None], handlers: TaskRegistry) -> None:
-        """Drive the stream until its handler ends, flush what it sent, then return status OK
-        (N2).
-        """
+        """Drive the stream until its handler ends, flush what it sent, return status OK (N2)."""
         self._start_pumps()
         task = handlers.spawn(handler)
         _, writer = self._pumps

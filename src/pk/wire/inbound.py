@@ -87,9 +87,7 @@ class Account:
 
 
 class Inbound:
-    """The budget of a process: `bytes_max`, with a floor for each of `connections_max`
-    connections.
-    """
+    """The budget of a process: `bytes_max`, with floors for `connections_max` connections."""
 
     def __init__(self, bytes_max: int, connections_max: int, frame_bytes_max: int) -> None:
         self.bytes_max = bytes_max
@@ -247,9 +245,7 @@ class Inbound:
         return chosen
 
     def victim(self, now_ms: int) -> Account | None:
-        """Return the account to close next with `ThrottledError` (M4); None if no account must be
-        closed.
-        """
+        """Return the account to close next with `ThrottledError` (M4); None if none must close."""
         if not self._waiting:
             return None
         for account in self._assembling:
@@ -273,9 +269,7 @@ class Inbound:
         return sorted(found, key=lambda account: account.size)  # stable: first come, first served
 
     def _outweighed(self, oldest: Account | None, now_ms: int) -> Account | None:
-        """Return the largest waiting frame if a smaller one waits and it has not grown for
-        STALL_MS.
-        """
+        """Return the largest waiting frame if it is stalled (STALL_MS) and a smaller one waits."""
         others = [account for account in self._others_waiting(oldest) if account.size]
         if not others or others[-1].size == others[0].size:
             return None

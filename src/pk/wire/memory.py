@@ -82,9 +82,7 @@ class Memory:
         self.turn()
 
     def bound(self, size: int) -> int:
-        """Return the maximum frame size; the topics are asked only if `size` exceeds the usual
-        maximum.
-        """
+        """Return the maximum frame size; ask the topics only if `size` exceeds the usual one."""
         if size > self._usual and self.find_frame_bytes_max is not None:
             self.budget.frame_bytes_max = max(self._usual, self.find_frame_bytes_max())
         return self.budget.frame_bytes_max
@@ -144,9 +142,7 @@ class Memory:
             self.budget.freed(account, size, now_ms)
 
     def _look(self) -> None:
-        """Close streams that hold memory without progress, one after another, until none must be
-        closed.
-        """
+        """Close streams that hold memory without progress, one by one, until none must close."""
         self._timer = None
         self.turn()
         while (victim := self.budget.victim(self.now_ms())) is not None:

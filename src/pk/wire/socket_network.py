@@ -295,9 +295,7 @@ class _PkListener:
             connection.began = True
 
     def admit(self, peer: str, known: bool) -> None:
-        """Admit a connection on whose control stream a hello was accepted.  Raises
-        `ThrottledError`.
-        """
+        """Admit a connection, whose control stream sent a valid hello.  Raises `ThrottledError`."""
         if (connection := self._carried.get(peer)) is not None:
             self._admit(connection, known)
 
@@ -333,9 +331,7 @@ class _PkListener:
         self._quotas.leave(connection)
 
     def _admit(self, connection: _Connection, known: bool) -> None:
-        """Admit the connection.  Raises `ThrottledError` if clients have all connections they may
-        have.
-        """
+        """Admit the connection.  Raises `ThrottledError` if the clients' share is used up."""
         # a Unix socket: its file's permissions say who may connect
         local = not host_of(connection.peer)
         if why := self._quotas.admit(connection, known or local):

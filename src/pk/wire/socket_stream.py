@@ -161,9 +161,7 @@ class SocketStream:
         return frame
 
     def admit(self, known: bool) -> None:
-        """Admit the peer, whose hello was accepted.  Raises `ThrottledError` if there is no room
-        for it.
-        """
+        """Admit the peer after its hello.  Raises `ThrottledError` if there is no room for it."""
         if self._admitted is not None:
             self._admitted(known)
         self._greeted = True
@@ -238,9 +236,7 @@ class SocketStream:
         self._short = 0
 
     def _credit(self, size: int) -> None:
-        """Credit short frames that were taken; a large frame is credited when its last view is
-        released.
-        """
+        """Credit short frames that were taken; `Memory.watch` credits large ones."""
         self._taken += size
         if (self._taken >= _CREDIT_BYTES or not self._inbox) and self._account is not None:
             assert self._memory is not None
