@@ -299,10 +299,7 @@ class _Names:
 
 
 def source(given: Mapping[str, str], *, streaming: bool) -> Source:
-    """Return the options of a batch or streaming read.
-
-    Raises `InvalidOption`, `UnsupportedFeature`.
-    """
+    """Return the options of a read.  Raises `InvalidOption`, `UnsupportedFeature`."""
     names = _Names(SOURCE_NAMES + BOTH_NAMES, SINK_NAMES, settings.CONSUMER)
     names.take(given)
     topics, pattern, assigned = _subscription(names)

@@ -1,7 +1,7 @@
 """Servers that a program starts for itself: one node, or a whole cluster on loopback.
 
-The demo, the tests, chaos, soak and the benchmarks use this launcher.  Each node is one `pk server
-start --config <directory>/server.toml`; it prints one ready line and logs to
+The demo, the tests, chaos, soak and the benchmarks use this launcher.  Each node is one
+`pk server start --config <directory>/server.toml`; it prints one ready line and logs to
 `<directory>/server.log`.  Its processes are found by the pid files that each role writes (rule P1).
 A node ends with the program (the thread) that started it.
 
