@@ -1,22 +1,24 @@
-"""Which rows a version of a table lacks (rule T17).  Pure.
+"""Accounts for the rows of one version of a table: which rows are missing (rule T17).  Pure.
 
-The counters say how many rows the copier appended and how many left with retention.  What is left
-must be in the live files, as numRecords says.  Fewer: another engine took rows away, with a DELETE
-or by restoring an older version.  More: it put rows there, or brought back what had been settled.
+The table's counters say how many rows the copier appended and how many retention or compaction
+removed.  The difference must equal the rows of the live files, as their numRecords state.  If the
+files hold fewer rows, another engine removed some, with a DELETE or by restoring an older version.
+If they hold more, another engine added rows, or restored rows that had been settled as missing.
 
-Where rows are missing follows from the files.  A file of the copier's is whole: its name gives its
-offsets, and its checksums its rows.  So is any file with as many rows as there are offsets between
-its bounds.  Offsets that lie in no file's range are shown as missing.  Rows missing between the
-bounds of a file that another engine wrote are counted, but nothing tells which they are.
+The files show where rows are missing.  A file that the copier wrote is whole: its name states its
+offsets, and its checksums cover its rows.  A file with as many rows as there are offsets between
+its bounds is whole, too.  Offsets that lie in no file's range are reported as missing.  Rows
+missing between the bounds of a file that another engine wrote are counted, but cannot be located.
 
 Invariants
-  N1  files that lie wholly below `:start` do not count: their rows left when `:start` passed them
-  N2  missing rows are settled once `:start` has passed `below`: from there on every file is whole,
-      and one follows the other up to the table's end
-  N4  rows below `:start` that share a file with later ones may come and go: another engine may
-      erase them, and restore a version that has them
-  N3  a version with a file whose rows nothing tells is not judged
-  N5  from `:start` to `first` whole files hold every offset, so that nothing is missing there
+  N1  Files that lie wholly below `:start` do not count: their rows were counted as removed when
+      `:start` passed them.
+  N2  Missing rows are settled once `:start` has passed `below`.  From there on every file is whole,
+      and the files follow one another without gaps up to the table's end.
+  N3  A version that contains a file with unknown rows is not judged.
+  N4  The number of rows below `:start` that share a file with later rows may change: another engine
+      may delete them, or restore a version that has them.
+  N5  From `:start` to `first`, whole files hold every offset, so no row is missing there.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from pk.types import NONE, Offset
 
 
 class Snapshot(Protocol):
-    """What is asked of a version of a table (table.py)."""
+    """The parts of a table's version that the accounting needs (`table.Snapshot` has them)."""
 
     @property
     def version(self) -> int: ...
@@ -47,31 +49,32 @@ class Snapshot(Protocol):
 
 
 class RowsMissing(NamedTuple):
-    """What a partition of a version lacks."""
+    """The missing rows of one partition in one version of the table."""
 
     rows: int
-    first: Offset  #: no missing row lies below this: retention stops here (N5)
-    below: Offset  #: every missing row lies below this (N2)
-    ranges: tuple[tuple[Offset, Offset], ...]  #: `[start, end)` that no file holds
+    first: Offset  #: no row below this offset is missing: retention stops here (N5)
+    below: Offset  #: every missing row lies below this offset (N2)
+    ranges: tuple[tuple[Offset, Offset], ...]  #: ranges `[start, end)` that no file holds
 
 
 class Account(NamedTuple):
-    """A partition's live files against its counters; `missing` below 0 = rows too many."""
+    """The rows of a partition's live files compared with its counters; a negative `missing` means
+    that the files hold too many rows."""
 
     missing: int
     first: Offset
     below: Offset
-    spare: int  #: rows that may stand below `:start`, in files that straddle it
+    spare: int  #: how many rows below `:start` may exist, in files that also hold later rows
 
     @property
     def settles(self) -> bool:
-        """Whether the difference concerns rows below `:start` only, so that the next commit takes
-        it into the counters (N2, N4)."""
+        """Returns whether the difference concerns only rows below `:start`.  The next commit then
+        adjusts the counters (N2, N4)."""
         return -self.spare <= self.missing < 0
 
 
 class Suspect(NamedTuple):
-    """Offsets that no whole file holds, and the files that lie between them."""
+    """A range of offsets that no whole file holds, and the files that lie in it."""
 
     start: Offset
     end: Offset
@@ -79,7 +82,7 @@ class Suspect(NamedTuple):
 
 
 def account(files: Sequence[DataFile], counters: PartitionCounters) -> Account | None:
-    """How many rows `files` lack; None if that is not known (N3)."""
+    """Returns how many rows `files` lack; None if that is unknown (N3)."""
     live = [file for file in files if file.max_offset >= counters.start]
     if any(_unknown(file) for file in live):
         return None
@@ -94,7 +97,7 @@ def _unknown(file: DataFile) -> bool:
 
 
 def held_by(file: DataFile) -> tuple[Offset, Offset]:
-    """The offsets `[start, end)` that a file answers for."""
+    """Returns the range of offsets `[start, end)` that a file is responsible for."""
     name = parse_data_path(file.path)
     if name is not None:
         return name.start, name.end
@@ -102,14 +105,14 @@ def held_by(file: DataFile) -> tuple[Offset, Offset]:
 
 
 def is_whole(file: DataFile) -> bool:
-    """Whether no row between the file's bounds is missing."""
+    """Returns whether the file holds every row between its bounds."""
     if parse_data_path(file.path) is not None:
         return True
     return file.rows == file.max_offset - file.min_offset + 1
 
 
 def _whole_upto(live: Sequence[DataFile], start: Offset) -> Offset:
-    """Where the whole files that follow one another from `start` on end."""
+    """Returns the offset where the run of adjoining whole files that begins at `start` ends."""
     at = start
     for low, high in sorted(held_by(file) for file in live if is_whole(file)):
         if low > at:
@@ -129,7 +132,8 @@ def _whole_from(live: Sequence[DataFile], end: Offset) -> Offset:
 
 
 def rows_missing(snapshot: Snapshot, partition: int) -> RowsMissing | None:
-    """What the partition lacks and what nothing has settled; None = nothing, as far as known."""
+    """Returns the missing rows of the partition that are not settled yet; None if no row is known
+    to be missing."""
     counters = snapshot.partition(partition)
     found = account(snapshot.files_of(partition), counters)
     if found is None or found.missing <= 0 or found.below <= counters.start:
@@ -139,13 +143,15 @@ def rows_missing(snapshot: Snapshot, partition: int) -> RowsMissing | None:
 
 
 def first_missing(snapshot: Snapshot, partition: int) -> Offset:
-    """The offset from which rows of the partition may be missing; NONE = no row is missing."""
+    """Returns the offset from which rows of the partition may be missing; NONE if no row is
+    missing."""
     found = snapshot.rows_missing(partition)
     return NONE if found is None else found.first
 
 
 def missing_of(snapshot: Snapshot, partitions: Iterable[int]) -> dict[int, RowsMissing]:
-    """Those of `partitions` that lack rows, as far as the snapshot knows their counters."""
+    """Returns the missing rows by partition, of those `partitions` whose counters the snapshot
+    knows."""
     found = {p: snapshot.rows_missing(p) for p in partitions if p in snapshot.counters}
     return {partition: each for partition, each in found.items() if each is not None}
 
@@ -164,7 +170,7 @@ def _gaps(snapshot: Snapshot, partition: int) -> Iterator[tuple[Offset, Offset]]
 def lost_in(
     missing: RowsMissing | None, start: Offset, end: Offset
 ) -> tuple[Offset, Offset] | None:
-    """The first missing range in `[start, end)`, cut to it."""
+    """Returns the first missing range in `[start, end)`, cut to it."""
     for low, high in missing.ranges if missing is not None else ():
         if low < end and high > start:
             return max(low, start), min(high, end)
@@ -174,7 +180,7 @@ def lost_in(
 def data_loss(
     uri: str, partition: int, version: int, start: Offset, end: Offset
 ) -> errors.DataLoss:
-    """What a reader of a missing range gets."""
+    """Returns the error that a reader of a missing range gets."""
     return errors.DataLoss(
         f"{uri}: no file of version {version} holds offsets [{start}, {end}) of partition "
         f"{partition}: another engine deleted these rows, or restored an older version. "
@@ -186,7 +192,7 @@ def data_loss(
 
 
 def check_rows(uri: str, snapshot: Snapshot) -> None:
-    """Raises `TierTableChanged` if a partition holds rows that pk did not put there."""
+    """Raises `TierTableChanged` if a partition holds rows that pk did not write."""
     for partition, counters in snapshot.counters.items():
         found = account(snapshot.files_of(partition), counters)
         if found is not None and found.missing < 0 and not found.settles:
@@ -203,8 +209,8 @@ def check_rows(uri: str, snapshot: Snapshot) -> None:
 def settled(
     files: Sequence[DataFile], counters: PartitionCounters, start: Offset
 ) -> PartitionCounters:
-    """The counters once `:start` moves to `start`: what lies wholly below has left (N1), and what
-    is missing below is settled (N2)."""
+    """Returns the counters after `:start` has moved to `start`.  Rows of files wholly below it
+    count as removed (N1), and missing rows below it are settled (N2)."""
     left = sum(file.rows for file in files if counters.start <= file.max_offset < start)
     found = account(files, counters)
     if found is not None and ((found.missing > 0 and found.below <= start) or found.settles):
@@ -213,7 +219,7 @@ def settled(
 
 
 def is_due(files: Sequence[DataFile], counters: PartitionCounters) -> bool:
-    """Whether a commit would settle missing rows where `:start` is now (N2)."""
+    """Returns whether a commit would settle missing rows with `:start` where it is now (N2)."""
     found = account(files, counters)
     if found is None:
         return False
@@ -221,9 +227,10 @@ def is_due(files: Sequence[DataFile], counters: PartitionCounters) -> bool:
 
 
 def suspects(snapshot: Snapshot, partition: int) -> list[Suspect]:
-    """Where rows may be missing: what a repair copies again, with the files it replaces.
+    """Returns the ranges where rows may be missing: a repair copies them again and replaces their
+    files.
 
-    A stretch with a file that reaches beyond it (an outside Z-order) is left out.
+    A range with a file that reaches beyond it (written by another engine's Z-order) is left out.
     """
     counters = snapshot.partition(partition)
     live = [file for file in snapshot.files_of(partition) if file.max_offset >= counters.start]

@@ -1,17 +1,18 @@
-"""Log batches ⇄ the tier's Parquet files, column-wise; no row is touched in Python.
+"""Converts log batches to the tier's Parquet files and back, column-wise; Python touches no single
+row.
 
-Forward: whole batches of a stable range become one file in the columns of rule T10.  Control
+Forward: whole batches of a stable range become one file with the columns of rule T10.  Control
 batches and the batches of aborted transactions are left out, so the table is read_committed by
-nature (rule T12). Back: rows of a file become log batches for a cold fetch; offsets keep their
-gaps, each batch has one leader epoch and one timestamp type.
+nature (rule T12).  Back: rows of a file become log batches for a cold fetch.  Gaps between offsets
+stay, and each batch has one leader epoch and one timestamp type.
 
 Invariants
-  F1  rows stand in offset order; a file holds exactly the rows of its range that are neither
-      markers nor aborted.
-  F2  memory is bounded by one decoded batch, two row groups and the output: batches are decoded as
-      soon as they fill a row group (log/batch_decoder.py), rows leave as soon as a row group is
-      full.  The output's memory is used again (output_buffer.py).
-  F3  a row group has at most ROWS_PER_GROUP rows and, unless one row alone is larger, GROUP_BYTES
+  F1  Rows are in offset order.  A file holds exactly the rows of its range that are neither markers
+      nor aborted.
+  F2  Memory is bounded by one decoded batch, two row groups and the output.  Batches are decoded as
+      soon as they fill a row group (log/batch_decoder.py), and rows are written as soon as a row
+      group is full.  The output's memory is reused (output_buffer.py).
+  F3  A row group has at most ROWS_PER_GROUP rows and, unless one row alone is larger, GROUP_BYTES
       bytes.
   F4  batches_of(rows_of(batches)) holds the same offsets, timestamps, keys, values, headers and
       epochs.
@@ -42,24 +43,24 @@ from pk.types import NONE, AbortedTransaction, Offset
 ROWS_PER_GROUP = 16_384
 GROUP_BYTES = 4 * 1024 * 1024
 ZSTD_LEVEL = 3
-#: A row group of more batches than this is put together first: many small pieces cost more to hash
-#: and to encode than their copy does.
+#: A row group of more batches than this is copied together first: hashing and encoding many small
+#: pieces costs more than the copy.
 PIECES_MAX = 8
-#: Values stand in one page per row group: what a page costs to begin is paid once.
+#: All values of a row group are in one page, because each page has a fixed cost.
 PAGE_BYTES = 2 * GROUP_BYTES
-#: Values of which a sample does not get smaller than this share are not compressed: it costs as
-#: much as the rest of the file, and every reader pays again.
+#: Values are stored uncompressed if a sample shrinks only to more than this share: compressing them
+#: costs as much as the rest of the file, and every reader pays again.
 _COMPRESSED_SHARE = 0.95
 _SAMPLE_BYTES = 256 * 1024
-#: A key column with more distinct values than this share is stored plain.
+#: A key column with a larger share of distinct values than this is stored without a dictionary.
 _KEY_DISTINCT_SHARE = 0.5
-#: Batches of a cold fetch aim at this size, like a producer's.
+#: Size that batches of a cold fetch aim at, like a producer's.
 COLD_BATCH_BYTES = 1024 * 1024
 
 LOG_APPEND = 1
 CREATE = 0
 _STATISTICS = ["offset", "timestamp"]
-#: The columns as Parquet names them.
+#: Names of the columns in Parquet.
 _PATHS = (
     *(name for name in FILE_SCHEMA.names if name != "headers"),
     "headers.list.element.key",
@@ -70,7 +71,7 @@ _I64 = npt.NDArray[np.int64]
 
 @dataclass(slots=True, frozen=True)
 class BuiltFile:
-    """A finished file and what its commit states (rule T2)."""
+    """A finished file and the facts that its commit states (rule T2)."""
 
     data: memoryview
     rows: int
@@ -81,11 +82,11 @@ class BuiltFile:
     max_timestamp_ms: int
     null_keys: int
     null_values: int
-    footer_crc: int  #: for the file's name (rule T10)
+    footer_crc: int  #: part of the file's name (rule T10)
 
 
 def is_aborted(header: Header, aborted: Sequence[AbortedTransaction]) -> bool:
-    """Whether the batch belongs to an aborted transaction (KIP-98)."""
+    """Returns whether the batch belongs to an aborted transaction (KIP-98)."""
     return header.transactional and any(
         entry.producer_id == header.producer_id
         and entry.first_offset <= header.base_offset <= entry.last_offset
@@ -96,7 +97,8 @@ def is_aborted(header: Header, aborted: Sequence[AbortedTransaction]) -> bool:
 def rows_of(
     batch: memoryview, header: Header, start: Offset, limit: Offset, decoded_bytes_max: int
 ) -> pa.RecordBatch:
-    """The rows of one data batch with offsets in `[start, limit)`, in the columns of a file."""
+    """Returns the rows of one data batch with offsets in `[start, limit)`, in the columns of a
+    file."""
     decoded = columns.decode(
         batch, decoded_bytes_max=decoded_bytes_max, timestamp_unit="us", header=header
     )
@@ -105,7 +107,8 @@ def rows_of(
 
 
 def rows_of_run(run: Sequence[PlainBatch], start: Offset, limit: Offset) -> pa.RecordBatch:
-    """The same of a run of batches."""
+    """Returns the rows of a run of batches with offsets in `[start, limit)`, in the columns of a
+    file."""
     decoded = batch_decoder.decode_batches(run, "us")
     headers = pa.nulls(decoded.num_rows, FILE_SCHEMA.field("headers").type)
     return _between(_file_rows(decoded, headers, [member.header for member in run]), start, limit)
@@ -114,7 +117,8 @@ def rows_of_run(run: Sequence[PlainBatch], start: Offset, limit: Offset) -> pa.R
 def _file_rows(
     decoded: pa.RecordBatch, headers: pa.Array, batches: Sequence[Header]
 ) -> pa.RecordBatch:
-    """Decoded rows in the columns of a file; a delete horizon is the only batch's."""
+    """Returns decoded rows in the columns of a file; a batch with a delete horizon is decoded
+    alone."""
     count = decoded.num_rows
     counts = [header.record_count for header in batches]
     types = [LOG_APPEND if header.log_append_time else CREATE for header in batches]
@@ -149,7 +153,7 @@ def _between(rows: pa.RecordBatch, start: Offset, limit: Offset) -> pa.RecordBat
 
 
 def _file_headers(column: pa.Array) -> pa.Array:
-    """A row without headers is null in the table, as in Kafka's connector."""
+    """Returns the headers column.  A row without headers is null, as in Kafka's connector."""
     kind = FILE_SCHEMA.field("headers").type
     lengths = pc.list_value_length(column).to_numpy(zero_copy_only=False)
     if not lengths.any():
@@ -162,7 +166,7 @@ def _file_headers(column: pa.Array) -> pa.Array:
 
 
 def _row_bytes(rows: pa.RecordBatch) -> _I64:
-    """About how many bytes each row takes."""
+    """Returns the approximate size of each row in bytes."""
     total = np.full(rows.num_rows, 32, np.int64)
     for name in ("key", "value"):
         column = rows.column(name)
@@ -170,13 +174,13 @@ def _row_bytes(rows: pa.RecordBatch) -> _I64:
             total += pc.fill_null(pc.binary_length(column), 0).to_numpy().astype(np.int64)
     headers = rows.column("headers")
     if headers.null_count < len(headers):
-        total += rows.nbytes // max(1, rows.num_rows)  # a rough share is enough for a bound
+        total += rows.nbytes // max(1, rows.num_rows)  # an average is enough for a bound
     return total
 
 
 def cut(rows: pa.RecordBatch, rows_max: int, bytes_max: int) -> list[int]:
-    """Ends of consecutive slices of at most `rows_max` rows and about `bytes_max` bytes, at least
-    one row."""
+    """Returns the ends of consecutive slices of at most `rows_max` rows and about `bytes_max`
+    bytes; each slice has at least one row."""
     count = rows.num_rows
     sums = np.cumsum(_row_bytes(rows))
     ends: list[int] = []
@@ -190,16 +194,16 @@ def cut(rows: pa.RecordBatch, rows_max: int, bytes_max: int) -> list[int]:
 
 
 def fitting(rows: pa.RecordBatch, bytes_max: int) -> int:
-    """How many of the first rows take about `bytes_max` bytes; at least one."""
+    """Returns how many of the first rows take about `bytes_max` bytes; at least one."""
     sums = np.cumsum(_row_bytes(rows))
     return max(1, int(np.searchsorted(sums, bytes_max, side="right")))
 
 
 class FileBuilder:
-    """Batches or rows in, one Parquet file out, in the memory of `buffer` (F2).
+    """Builds one Parquet file from batches or rows, in the memory of `buffer` (F2).
 
-    Raises `OutputBufferFull` where that memory is too small: build the file once more in a larger
-    one.
+    Raises `OutputBufferFull` if that memory is too small: the caller builds the file again in a
+    larger buffer.
     """
 
     def __init__(self, level: int = ZSTD_LEVEL, buffer: OutputBuffer | None = None) -> None:
@@ -207,11 +211,11 @@ class FileBuilder:
         self._buffer = buffer or OutputBuffer()
         self._buffer.clear()
         self._writer: pq.ParquetWriter | None = None
-        self._run: list[PlainBatch] = []  #: batches to be decoded together, all of `_shape`
+        self._run: list[PlainBatch] = []  #: batches that will be decoded together, all of `_shape`
         self._shape: int | None = None
         self._run_rows = 0
         self._run_bytes = 0
-        self._bounds: tuple[Offset, Offset] = (0, 0)  #: of offsets taken from batches
+        self._bounds: tuple[Offset, Offset] = (0, 0)  #: range of the offsets taken from batches
         self._waiting: list[pa.RecordBatch] = []  #: the next row group
         self._waiting_rows = 0
         self._waiting_bytes = 0
@@ -224,7 +228,7 @@ class FileBuilder:
 
     @property
     def size(self) -> int:
-        """Bytes of the file so far, the last row groups not counted."""
+        """Returns the bytes of the file so far, without the last row groups."""
         return self._buffer.size
 
     def add_batch(
@@ -236,12 +240,13 @@ class FileBuilder:
         aborted: Sequence[AbortedTransaction],
         decoded_bytes_max: int,
     ) -> None:
-        """The rows of one log batch with offsets in `[start, limit)`, unless it is a marker or
+        """Adds the rows of one log batch with offsets in `[start, limit)`, unless it is a marker or
         aborted (F1).  `batch` must not change before the file is finished.
 
         Raises `CorruptBatch` or `InvalidRecord` if the log's own bytes do not decode (rule L9).
         """
-        log_batch.check(batch)  # before anything it says counts: a bit that rotted may hide it
+        # verify before using any field: a flipped bit may mark the batch as a marker
+        log_batch.check(batch)
         if header.base_offset >= limit or header.next_offset <= start:
             return
         if header.control or not header.record_count or is_aborted(header, aborted):
@@ -271,7 +276,7 @@ class FileBuilder:
             self.add(rows_of_run(run, *self._bounds))
 
     def add(self, rows: pa.RecordBatch) -> None:
-        """Append rows in the columns of a file, offsets above all before."""
+        """Appends rows in the columns of a file; their offsets must be above all earlier ones."""
         while rows.num_rows:
             fits = self._fits(rows)
             if fits:
@@ -284,7 +289,7 @@ class FileBuilder:
                 self._flush()
 
     def _fits(self, rows: pa.RecordBatch) -> int:
-        """How many of the first rows the waiting row group takes (F3)."""
+        """Returns how many of the first rows the waiting row group can take (F3)."""
         head = rows.slice(0, ROWS_PER_GROUP - self._waiting_rows)
         spare = GROUP_BYTES - self._waiting_bytes
         if not head.num_rows or head.nbytes <= spare:
@@ -293,7 +298,7 @@ class FileBuilder:
         return fits if fits or self._waiting else 1
 
     def _flush(self) -> None:
-        """Write the waiting row group."""
+        """Writes the waiting row group."""
         pieces = self._waiting
         if len(pieces) > PIECES_MAX:
             pieces = [pa.concat_batches(pieces)]
@@ -305,7 +310,7 @@ class FileBuilder:
                 options = _writer_options(pieces[0], self._level)
                 self._writer = pq.ParquetWriter(self._buffer.stream(), FILE_SCHEMA, **options)
             self._writer.write_table(group, row_group_size=group.num_rows)
-        except OSError as cause:  # all that a stream into memory can say
+        except OSError as cause:  # a stream into memory fails for no other reason
             raise OutputBufferFull from cause
         self._waiting, self._waiting_rows, self._waiting_bytes = [], 0, 0
 
@@ -325,7 +330,8 @@ class FileBuilder:
         self._null_values += rows.column("value").null_count
 
     def finish(self) -> BuiltFile | None:
-        """The file, valid until the buffer is used again; None if no row came."""
+        """Finishes the file and returns it, valid until the buffer is used again; None if no row
+        was added."""
         self._decode()
         if self._waiting:
             self._flush()
@@ -352,7 +358,7 @@ class FileBuilder:
 
 
 def _incompressible(values: pa.Array, level: int) -> bool:
-    """Whether a piece from the middle of the values says so."""
+    """Returns whether a piece from the middle of the values does not compress well."""
     if values.null_count == len(values):
         return False
     _, offsets, data = values.buffers()
@@ -366,8 +372,8 @@ def _incompressible(values: pa.Array, level: int) -> bool:
 
 
 def _writer_options(sample: pa.RecordBatch, level: int) -> dict[str, Any]:
-    """What was measured best: zstd, packed offsets and times, keys as a dictionary unless they are
-    unique."""
+    """Returns the options that measured best: zstd, packed offsets and times, keys as a dictionary
+    unless they are unique."""
     encoding = {
         "offset": "DELTA_BINARY_PACKED",
         "timestamp": "DELTA_BINARY_PACKED",
@@ -405,8 +411,8 @@ def build_file(
     decoded_bytes_max: int,
     level: int = ZSTD_LEVEL,
 ) -> BuiltFile | None:
-    """One file of the rows of `buffers` (whole log batches, in order) with offsets in `[start,
-    limit)`."""
+    """Builds one file of the rows of `buffers` (whole log batches, in order) with offsets in
+    `[start, limit)`."""
     builder = FileBuilder(level)
     for buffer in buffers:
         for header, batch in log_batch.iter_batches(buffer):
@@ -418,8 +424,8 @@ def build_file(
 
 
 def batches_of(rows: pa.RecordBatch, batch_bytes: int = COLD_BATCH_BYTES) -> Iterator[bytes]:
-    """Log batches of rows in offset order: split where epoch or timestamp type changes, or at the
-    size."""
+    """Returns log batches of rows in offset order, split where epoch or timestamp type changes, or
+    at the target size."""
     if not rows.num_rows:
         return
     at = 0
@@ -433,7 +439,7 @@ def batches_of(rows: pa.RecordBatch, batch_bytes: int = COLD_BATCH_BYTES) -> Ite
 
 
 def _run_ends(rows: pa.RecordBatch) -> list[int]:
-    """Ends of runs that one batch can express."""
+    """Returns the ends of runs of rows, each of which a single batch can express."""
     epochs = pc.fill_null(rows.column("leader_epoch"), NONE).to_numpy()
     types = pc.fill_null(rows.column("timestamp_type"), CREATE).to_numpy()
     offsets = rows.column("offset").to_numpy()

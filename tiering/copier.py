@@ -1,24 +1,25 @@
-"""One partition's way into the tier: which range is copied when, and what local data may go.
+"""Copies one partition to the tier: decides which range is copied when, and which local data may
+go.
 
-Sans-IO; one machine per partition.  Its truth is the table: it starts from the table's end, and
-goes back to it after every refusal or unknown outcome (rule T5).
+Sans-IO; one machine per partition.  The table is the source of truth: the copier starts at the
+table's end, and returns to it after every refusal or unknown outcome (rule T5).
 
-A range [start, end) goes through: due (bytes or age) → uploading → uploaded → handed to the owner →
-committed → its delay and a HEAD of its files → droppable.  Uploads run ahead of the commit by at
-most AHEAD_MAX files, because the owner commits only once a second.
+A range [start, end) is due (bytes or age) → uploading → uploaded → handed to the owner → committed
+→ droppable, after its delay and a HEAD of its files.  Uploads run ahead of the commit by at most
+AHEAD_MAX files, because the owner commits only once a second.
 
 Invariants
-  K1  ranges are contiguous from the table's end: queue[0].start == table end, queue[i].end ==
+  K1  Ranges are contiguous from the table's end: queue[0].start == table end, queue[i].end ==
       queue[i+1].start.
-  K2  nothing is copied before the watermark has caught up, or at or above the LSO (rule T1).
-  K3  at most one upload and one hand-over are under way; a retry waits, the wait doubles up to 30
-      s. An answer names what it answers: one to something given up meanwhile changes nothing.
+  K2  Copying waits until the watermark has caught up, and stays below the LSO (rule T1).
+  K3  At most one upload and one hand-over are under way.  A retry waits, the wait doubles up to 30
+      s.  An answer names its request; the answer to an abandoned request changes nothing.
   K4  `droppable_end` covers only ranges whose files answered a HEAD after `local_drop_delay_ms`
       (rule T6).
-  K5  the machine deletes nothing; what it uploaded in vain is VACUUM's (rule T5).
-  K6  a table in trouble stops copying and dropping, never the broker: the problem is reported.
-  K7  a table that the log has passed by (rule T15) is neither continued nor reported as covering
-      anything: its newest records are not the log's.
+  K5  The copier deletes no object; VACUUM deletes uploads that were never committed (rule T5).
+  K6  A table with a problem stops copying and dropping, but not the broker; it is reported.
+  K7  A table that has diverged from the log (rule T15) is not continued, and is not reported as
+      covering anything: its newest records are not those of the log.
 """
 
 from __future__ import annotations
@@ -37,19 +38,19 @@ from pk.tiering.layout import SUM_MODULUS, parse_data_path
 from pk.types import NONE, Epoch, Offset
 from pk.wire import pk_pb2 as wire
 
-#: Peers in `Send` effects.
+#: Names of the peers in `Send` effects.
 STORE = "store"
 OWNER = "owner"
 BROKER = "broker"
 
-#: Uploaded files that may wait for their commit.
+#: Maximum number of uploaded files that wait for their commit.
 AHEAD_MAX = 4
 BACKOFF_MAX_MS = 30_000
-#: A range with a missing file, or that could not be measured, is looked at again no sooner.
+#: Delay before a range with a missing file, or one that could not be measured, is tried again.
 CONFIRM_RETRY_MS = MEASURE_RETRY_MS = 5_000
-#: How finely the age of stable data is remembered, as a share of tier_max_lag_ms.
+#: Resolution with which the age of stable data is remembered, as a share of tier_max_lag_ms.
 MARKS = 8
-#: Committed ranges that wait for their delay; more are merged (the later time counts).
+#: Maximum number of committed ranges that wait for their delay; more are merged (later time).
 COMMITTED_MAX = 128
 
 
@@ -66,21 +67,21 @@ class CopySettings:
 
 @dataclass(slots=True, frozen=True)
 class View:
-    """What the leader says of the partition (`tier_partitions`)."""
+    """The leader's state of the partition (`tier_partitions`)."""
 
     leader_epoch: Epoch
-    ready: bool  #: the high watermark has caught up (T1)
+    ready: bool  #: whether the high watermark has caught up (T1)
     log_start: Offset
     local_log_start: Offset
     last_stable_offset: Offset
     settings: CopySettings
     log_end: Offset = OFFSET_MAX
-    epochs: tuple[tuple[Epoch, Offset], ...] = ()  #: of the log: (epoch, its first offset)
+    epochs: tuple[tuple[Epoch, Offset], ...] = ()  #: of the leader's log: (epoch, its first offset)
 
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Upload:
-    """Copy `[start, ≤ limit)` into a new file of about `max_bytes`; a repair copies all of it."""
+    """Effect: copy `[start, ≤ limit)` into a file of about `max_bytes`; a repair copies it all."""
 
     start: Offset
     limit: Offset
@@ -91,7 +92,7 @@ class Upload:
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Measure:
-    """How many log bytes lie in `[start, limit)`?"""
+    """Effect: measure how many log bytes lie in `[start, limit)`."""
 
     start: Offset
     limit: Offset
@@ -99,14 +100,14 @@ class Measure:
 
 @dataclass(slots=True, frozen=True, eq=False)
 class HandOver:
-    """For the table's owner (`commit_to_table`)."""
+    """Effect: hand a change to the table's owner (`commit_to_table`)."""
 
     request: wire.CommitToTableRequest
 
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Confirm:
-    """HEAD every file that covers `[start, end)` (rule T6)."""
+    """Effect: HEAD every file that covers `[start, end)` (rule T6)."""
 
     start: Offset
     end: Offset
@@ -122,14 +123,14 @@ class Viewed:
 
 @dataclass(slots=True)
 class TableSeen:
-    """A snapshot: the table covers `[start, end)` of this partition."""
+    """Event: a snapshot in which the table covers `[start, end)` of this partition."""
 
     start: Offset
     end: Offset
     bytes: int
     version: int
     epoch: Epoch = NONE  #: leader epoch of the record at `end - 1`
-    missing_from: Offset = NONE  #: rows may be missing from here on (T17); NONE = none is missing
+    missing_from: Offset = NONE  #: rows may be missing from here on (T17); NONE = none
 
 
 @dataclass(slots=True)
@@ -140,24 +141,24 @@ class Measured:
 
 @dataclass(slots=True)
 class Uploaded:
-    """`add` None = the range holds no rows (aborted, markers)."""
+    """Event: an upload has finished; `add` None = the range holds no rows (aborted, markers)."""
 
     asked: Upload
     end: Offset
-    epoch: Epoch  #: leader epoch of `end - 1`
+    epoch: Epoch  #: leader epoch of the record at `end - 1`
     add: wire.AddFile | None
 
 
 @dataclass(slots=True)
 class HandedOver:
-    """The owner committed it, or the table had it already."""
+    """Event: the owner committed the change, or the table already contained it."""
 
     asked: HandOver
 
 
 @dataclass(slots=True)
 class Confirmed:
-    """`missing`: files of the range that do not answer a HEAD, or are known as damaged."""
+    """Event: files of the range do not answer a HEAD, or are known to be damaged (`missing`)."""
 
     asked: Confirm
     missing: Sequence[DamagedFile]
@@ -165,7 +166,7 @@ class Confirmed:
 
 @dataclass(slots=True)
 class Checked:
-    """Somebody read or looked for files of this partition: those that are missing or damaged."""
+    """Event: a read or a check found files of this partition missing or damaged."""
 
     missing: Sequence[DamagedFile]
 
@@ -178,19 +179,19 @@ class OperationFailed:
 
 @dataclass(slots=True)
 class TableProblem:
-    """The owner's problem, or None once it is solved."""
+    """Event: the owner reports a problem of the table; None = the problem is solved."""
 
     error: errors.PkError | None
 
 
 @dataclass(slots=True)
 class Wake:
-    """The timer fired."""
+    """Event: the timer fired."""
 
 
 @dataclass(slots=True)
 class SessionLost:
-    """The broker restarted: it is told everything again."""
+    """Event: the broker restarted; the copier reports its whole state again."""
 
 
 CopierEvent = (
@@ -210,7 +211,7 @@ CopierEvent = (
 
 @dataclass(slots=True)
 class _Piece:
-    """An uploaded range; `add` None if it holds no rows."""
+    """An uploaded range; `add` is None if it holds no rows."""
 
     start: Offset
     end: Offset
@@ -220,7 +221,7 @@ class _Piece:
 
 @dataclass(slots=True)
 class _Repair:
-    """A lost file on its way back (rule T6)."""
+    """A lost or damaged file that is being repaired (rule T6)."""
 
     upload: Upload
     sent: bool = False
@@ -229,7 +230,7 @@ class _Repair:
 
 
 class Copier:
-    """Machine: see the module."""
+    """The state machine that copies one partition; the module states its invariants."""
 
     def __init__(self, topic: str, topic_id: str, partition: int) -> None:
         self.topic = topic
@@ -244,33 +245,33 @@ class Copier:
         self._hand_over: HandOver | None = None
         self._repair: _Repair | None = None
         self._hopeless: dict[str, None] = {}  #: damaged files whose rows the local log lacks
-        self._marks: deque[tuple[int, Offset]] = deque()  #: (first seen, up to which LSO)
+        self._marks: deque[tuple[int, Offset]] = deque()  #: (first seen, LSO then)
         self._measuring: Measure | None = None
         self._measure_not_before_ms = 0
         self._backlog_bytes: int | None = None
         self._backoff = Backoff((CopySettings().retry_backoff_ms, BACKOFF_MAX_MS))
         self._not_before_ms = 0
-        self._committed: deque[tuple[int, Offset]] = deque()  #: (when, end), not yet droppable
+        self._committed: deque[tuple[int, Offset]] = deque()  #: (time, end), not yet droppable
         self._confirming: Confirm | None = None
         self._confirm_not_before_ms = 0
         self._owner_problem: errors.PkError | None = None
-        self._diverged: errors.TierTableChanged | None = None  #: K7
+        self._diverged: errors.TierTableChanged | None = None  #: the divergence (K7)
         self._told: tuple[object, ...] | None = None
 
     @property
     def next_start(self) -> Offset:
-        """Where the next upload begins (K1)."""
+        """Returns the offset where the next upload begins (K1)."""
         if self._queue:
             return self._queue[-1].end
         return self.table.end if self.table is not None else 0
 
     @property
     def status(self) -> errors.PkError | None:
-        """What keeps this partition from being tiered."""
+        """Returns the problem that keeps this partition from being tiered."""
         return self._owner_problem or self._diverged or self.problem
 
     def step(self, event: CopierEvent, now_ms: int) -> Sequence[Effect]:
-        """The only mutator."""
+        """Applies one event and returns its effects; nothing else changes the state."""
         match event:
             case Viewed():
                 self._viewed(event.view, now_ms)
@@ -305,7 +306,7 @@ class Copier:
         old, self.view = self.view, view
         self._backoff.bounds_ms = (view.settings.retry_backoff_ms, BACKOFF_MAX_MS)
         if old is not None and old.leader_epoch != view.leader_epoch:
-            self._restart()  # files of the older epoch may be refused (rule T4)
+            self._restart()  # the owner may refuse files of an older epoch (rule T4)
             self._told = None
             self._hopeless.clear()
         if not self._marks or view.last_stable_offset > self._marks[-1][1]:
@@ -333,14 +334,14 @@ class Copier:
         while self._queue and self._queue[0].end <= seen.end:
             self._queue.popleft()
         if not self._queue or self._queue[0].start != seen.end:
-            self._queue.clear()  # K1: the end moved for another reason (T9, another committer)
+            self._queue.clear()  # K1: the end moved otherwise (T9, another committer)
         if self._upload is not None and self._upload.start != self.next_start:
             self._upload = None
         self._backlog_bytes = None
         self._forget_marks()
 
     def _restart(self) -> None:
-        """Back to the table's end (T5); answers still to come are to nothing (K3)."""
+        """Starts again at the table's end (T5); answers that are still to come are ignored (K3)."""
         self._queue.clear()
         self._upload = self._hand_over = self._measuring = None
         self._backlog_bytes = None
@@ -352,11 +353,11 @@ class Copier:
             lost = event.asked.replaces
             assert lost is not None
             if event.add is None or event.end < event.asked.limit:
-                # The local log has no such rows, or not all: they stand in no other file, and the
-                # table must not seem whole.  The next look tries again.
+                # The local log lacks all or some of these rows, and no other file has them.  The
+                # table must not seem whole.  The next check tries again.
                 self._repair = None
             elif not holds_the_same(lost, event.add):
-                self._repair, self._hopeless[lost.path] = None, None  # others: never the table's
+                self._repair, self._hopeless[lost.path] = None, None  # rows differ from the table's
             else:
                 self._repair.add = event.add
         elif event.asked is self._upload:
@@ -370,10 +371,10 @@ class Copier:
         if self._repair is not None and event.asked is self._repair.hand_over:
             self._repair = None
             self._confirm_not_before_ms = 0
-            self._solved(errors.DamagedTierFile)  # what is still missing, the next look names
+            self._solved(errors.DamagedTierFile)  # the next check names other missing files
         elif event.asked is self._hand_over:
             self._hand_over = None
-            refused = errors.FencedLeaderEpoch, errors.TierTableChanged  # the last one, perhaps
+            refused = errors.FencedLeaderEpoch, errors.TierTableChanged  # solved by a commit
             self._solved(errors.TierUnavailable, errors.StoreRefused, *refused)
 
     def _operation_failed(self, event: OperationFailed, now_ms: int) -> None:
@@ -383,7 +384,7 @@ class Copier:
         elif asked is self._upload:
             self._upload = None
         elif asked is self._hand_over:
-            self._restart()  # refused, failed or unknown: the table's end decides (T5)
+            self._restart()  # refused, failed or unknown: continue from the table's end (T5)
         elif asked is self._confirming:
             self._confirming = None
             self._confirm_not_before_ms = now_ms + CONFIRM_RETRY_MS
@@ -413,7 +414,7 @@ class Copier:
         self._checked(event.missing, now_ms)
 
     def _checked(self, missing: Sequence[DamagedFile], now_ms: int) -> None:
-        """T6: the first damaged file that the local log still has is copied again."""
+        """Copies the first damaged file again whose rows the local log still has (T6)."""
         if not missing:
             self._solved(errors.DamagedTierFile)
             return
@@ -451,13 +452,13 @@ class Copier:
         self, view: View | None, table: TableSeen | None
     ) -> errors.TierTableChanged | None:
         if view is None or table is None or table.end <= max(table.start, view.log_start):
-            return None  # nothing of it is left (T9)
+            return None  # no row of the table is left (T9)
         if table.epoch > view.leader_epoch:
-            return None  # another leader's, who is newer: nobody takes this one's word
+            return None  # a newer leader's records are in the table: that leader decides
         return find_divergence(self.partition, table.end, table.epoch, view.log_end, view.epochs)
 
     def _copy(self, view: View, now_ms: int, effects: list[Effect]) -> list[int]:
-        """Start an upload if one is due; else when to look again."""
+        """Starts an upload if one is due; otherwise sets the time to check again."""
         start, limit = self.next_start, view.last_stable_offset
         if self._upload is not None or start >= limit or len(self._queue) >= AHEAD_MAX:
             return []
@@ -483,7 +484,7 @@ class Copier:
         return 0
 
     def _hand(self, view: View, table: TableSeen, now_ms: int, effects: list[Effect]) -> list[int]:
-        """Hand all uploaded pieces to the owner, one hand-over at a time."""
+        """Hands all uploaded pieces to the owner, one hand-over at a time."""
         if self._hand_over is not None or not self._queue:
             return []
         if now_ms < self._not_before_ms:
@@ -507,7 +508,7 @@ class Copier:
     def _repair_file(
         self, view: View, table: TableSeen, now_ms: int, effects: list[Effect]
     ) -> list[int]:
-        """Bring a lost file back: upload its range, then swap the names in the table."""
+        """Repairs a lost file: uploads its range, then replaces the file's name in the table."""
         repair = self._repair
         if repair is None or repair.hand_over is not None:
             return []
@@ -546,7 +547,7 @@ class Copier:
         )
 
     def _drop(self, view: View, table: TableSeen, now_ms: int, effects: list[Effect]) -> list[int]:
-        """T6: after the delay, ask for a HEAD of every file of what may go next."""
+        """Requests a HEAD of every file of the next droppable range after its delay (T6)."""
         if self._confirming is not None or self._repair is not None or not self._committed:
             return []
         delay = view.settings.drop_delay_ms
@@ -565,7 +566,7 @@ class Copier:
         return []
 
     def _report(self, effects: list[Effect]) -> None:
-        """Report to the broker what changed."""
+        """Reports to the broker what has changed."""
         view, table = self.view, self.table
         if view is None:
             return
@@ -575,7 +576,7 @@ class Copier:
             table = None  # K7
         droppable_end = NONE if table is None else self.droppable_end
         facts = table and (table.start, table.end, table.bytes, table.missing_from)
-        # A leader that is not ready refuses a table that ends above its old watermark: once more.
+        # A leader that is not ready refuses a table above its old watermark: repeat then.
         news = (view.leader_epoch, view.ready, facts, droppable_end, text)
         if news == self._told or (table is None and status is None):
             return

@@ -1,11 +1,12 @@
-"""Data files of a table that are missing or damaged: how an error names them, and which are known.
+"""Missing or damaged data files of a table: how an error names them, and which are known.
 
-A file is known as damaged from the read that met it until the table does not name it any more (it
-was repaired, or retention removed it) or a later look finds all of it whole (an operator restored
-it).  What is known lives as long as its process; the next read of the file finds it again.
+A file is known as damaged from the read that finds it until the table no longer names it (it was
+repaired, or retention removed it) or a later check finds it whole (an operator restored it).  The
+list lives as long as its process; after a restart, the next read of the file finds the damage
+again.
 
 Invariants
-  J1  the list is bounded; what does not fit is found again once there is room.
+  J1  The list is bounded; a file that does not fit is found again once there is room.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from pk.tiering.layout import parse_data_path
 from pk.types import Offset
 from pk.wire import pk_pb2 as wire
 
-#: Damaged files that are remembered of one table (J1).
+#: Maximum number of damaged files that are remembered per table (J1).
 KNOWN_MAX = 1_000
 
 
 def range_of(file: Listed) -> tuple[Offset, Offset]:
-    """The offsets that a file is responsible for: its name's, else those of its statistics."""
+    """Returns the offsets that a file is responsible for: from its name, or else from its
+    statistics."""
     name = parse_data_path(file.path)
     if name is not None:
         return name.start, name.end
@@ -33,7 +35,7 @@ def range_of(file: Listed) -> tuple[Offset, Offset]:
 
 
 def damaged(uri: str, file: Listed, partition: int, why: str) -> errors.DamagedTierFile:
-    """The error that names a file of the table at `uri`, its offsets, and who must act."""
+    """Returns the error that names a file of the table at `uri`, its offsets, and who must act."""
     start, end = range_of(file)
     return errors.DamagedTierFile(
         f"{uri}/{file.path}: {why}; offsets [{start}, {end}) of partition {partition} cannot be "
@@ -47,20 +49,20 @@ def damaged(uri: str, file: Listed, partition: int, why: str) -> errors.DamagedT
 
 
 def holds_the_same(lost: DataFile, add: wire.AddFile) -> bool:
-    """Whether a file made from the local log has the rows of the file that it replaces."""
+    """Returns whether a file made from the local log has the rows of the file that it replaces."""
     name = parse_data_path(lost.path)
     return name is not None and (lost.rows or add.rows, name.row_sum) == (add.rows, add.row_sum)
 
 
 class DamagedFile(NamedTuple):
-    """A file of a snapshot, and what was found."""
+    """A file of a snapshot, and the error found in it."""
 
     file: DataFile
     error: errors.DamagedTierFile
 
 
 class DamagedFiles:
-    """What is known of one topic's table."""
+    """The known damaged files of one topic's table."""
 
     def __init__(self) -> None:
         self._known: dict[str, DamagedFile] = {}
@@ -72,29 +74,31 @@ class DamagedFiles:
         return path in self._known
 
     def note(self, file: DataFile, error: errors.DamagedTierFile) -> None:
-        """A read met it."""
+        """Notes a file that a read found damaged."""
         if len(self._known) < KNOWN_MAX or file.path in self._known:
-            error.__cause__ = error.__context__ = None  # what it was raised from must not stay
-            self._known.pop(file.path, None)  # the last one of `next` from now on
+            # the stack frames of the cause must not be kept in memory
+            error.__cause__ = error.__context__ = None
+            self._known.pop(file.path, None)  # move it to the end of the order of `next`
             self._known[file.path] = DamagedFile(file, error.with_traceback(None))
 
     def whole(self, file: DataFile) -> None:
-        """A later look found it whole."""
+        """Removes a file that a later check found whole."""
         self._known.pop(file.path, None)
 
     def keep(self, named: Container[str]) -> list[int]:
-        """Forget what the table does not name; the partitions of what was forgotten."""
+        """Forgets files that the table does not name; returns the partitions of the forgotten
+        files."""
         gone = [file for file, _ in self._known.values() if file.path not in named]
         for file in gone:
             del self._known[file.path]
         return sorted({file.partition for file in gone})
 
     def of(self, partition: int) -> list[DamagedFile]:
-        """Those of a partition, by path, hence by offset."""
+        """Returns the damaged files of a partition by path, hence by offset."""
         return [each for each in self.all() if each.file.partition == partition]
 
     def next(self, count: int) -> list[DamagedFile]:
-        """Those that were noted longest ago."""
+        """Returns the files that were noted longest ago."""
         return list(self._known.values())[:count]
 
     def all(self) -> list[DamagedFile]:

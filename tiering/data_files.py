@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from pk.types import Offset
 
-#: "no statistics": such a file may hold any offset.
+#: "no statistics": the file may hold any offset.
 OFFSET_MAX = 2**63 - 1
 
 
 @dataclass(slots=True, frozen=True)
 class DataFile:
-    """One live file of a snapshot.  Ranges are inclusive here, as in Delta's statistics."""
+    """One live file of a snapshot.  Both ends of a range are included, as in Delta's statistics."""
 
     path: str
     partition: int
@@ -22,12 +22,13 @@ class DataFile:
     max_timestamp_ms: int
     rows: int
     size: int
-    stats: bool = True  #: the log has its statistics; else they were read from its footer
+    #: whether the log has its statistics; otherwise they were read from its footer
+    stats: bool = True
 
 
 @dataclass(slots=True, frozen=True)
 class NewFile:
-    """A file to be added, with what the commit must state of it."""
+    """A file to be added, with the facts that the commit states of it."""
 
     file: DataFile
     modified_ms: int

@@ -1,23 +1,23 @@
-"""A topic's table through deltalake: the only importer of it (docs/design says why its commits are
-exact).
+"""A topic's table through deltalake; no other module imports it.  docs/design explains why its
+commits are exact.
 
-Every commit is `update_incremental` earlier in `load`, then one `create_write_transaction` with
-`max_commit_retries=0` on that very version: a stale handle is refused, adds and removes alike.
-What comes back as an error may have landed (a lost reply); the owner reloads and looks (rule T5).
+A commit is one `create_write_transaction` with `max_commit_retries=0` on exactly the version that
+an `update_incremental` in `load` reached.  deltalake refuses a stale handle, for adds and removes
+alike.  A commit that raises may have landed (a lost reply); the owner reloads and looks (rule T5).
 
-deltalake's handle does not notice that its table was deleted or replaced.  `load` therefore first
-HEADs the commit file of the version it knows; another tag, or none, means: open afresh and compare
-(rule T8).
+deltalake's handle does not notice that its table was deleted or replaced.  Therefore `load` first
+HEADs the commit file of the version it knows.  If the object is missing or has another tag, `load`
+opens the table again and compares (rule T8).
 
 Invariants
-  E1  one call on a handle at a time; a handle whose call raised or overran its deadline is thrown
-      away.
-  E2  a snapshot after our own commit is derived from the one before, not listed again: the commit
-      was exact.
-  E4  a version that was loaded is compared with the checksums of pk's commits before it is used
-      (log_check.py); so is a checkpoint, because it gave that version
-  E3  a protocol other than reader 1 / writer 2 without features never yields a snapshot that is
+  E1  One call at a time runs on a handle.  A handle whose call raised or overran its deadline is
+      discarded.
+  E2  The snapshot after pk's own commit is derived from the one before instead of being listed
+      again, because the commit was exact.
+  E3  A protocol other than reader 1 / writer 2 without features never yields a snapshot that is
       written to.
+  E4  A loaded version is compared with the checksums of pk's commits before it is used
+      (log_check.py).  This covers the checkpoint that the version was read from.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ from pk.tiering.tombstones import RemovalDates, Tombstones
 T = TypeVar("T")
 
 THREADS = 4
-DELETES_MAX = 8  #: at once
-#: Deadline of one deltalake call, as a multiple of the store's: it makes several requests.
+DELETES_MAX = 8  #: deletes under way at once
+#: Deadline of one deltalake call, as a multiple of the store's: a call makes several requests.
 DEADLINE_FACTOR = 3
 _HOUR_MS = 3_600_000
 
 
 class DeltaTables:
-    """Tables below one tier URL."""
+    """The tables below one tier URL."""
 
     def __init__(self, settings: StoreSettings, store: ObjectStore, clock: Clock) -> None:
         self._settings = settings
@@ -100,17 +100,18 @@ class DeltaTables:
         return self._clock.wall_ms()
 
     def now_ms(self) -> int:
-        """Of a clock that nobody sets."""
+        """Returns the time of a monotonic clock."""
         return self._clock.monotonic_ms()
 
     def uri(self, path: str) -> str:
-        """deltalake wants local paths with a scheme and percent signs escaped."""
+        """Returns the URI for deltalake, which wants local paths with a scheme and percent signs
+        escaped."""
         if self._settings.scheme == "file":
             return "file://" + urllib.parse.quote(f"{self._settings.directory.rstrip('/')}/{path}")
         return f"{self._settings.url}/{path}"
 
     async def run(self, doing: str, work: Callable[[], T]) -> T:
-        """One deltalake call in a thread, with a deadline."""
+        """Runs one deltalake call in a thread, with a deadline."""
         loop = asyncio.get_running_loop()
         limit_s = self._settings.timeout_ms * DEADLINE_FACTOR / 1000
         try:
@@ -122,7 +123,8 @@ class DeltaTables:
             ) from None
 
     async def sync_log(self, path: str, after: int) -> None:
-        """What the log says above version `after` survives a power loss (pk.tiering.log_sync)."""
+        """Syncs the log files above version `after`, so that they survive a power loss
+        (pk.tiering.log_sync)."""
         if self._settings.scheme != "file":
             return
         root, doing = Path(self._settings.directory), f"syncing the log of {path}"
@@ -132,7 +134,7 @@ class DeltaTables:
             raise errors.TierUnavailable(f"{self._settings.url}: {doing}: {cause}") from cause
 
     async def probe(self, attempt: str) -> None:
-        """Rule T14: two handles commit the same version; exactly one may win."""
+        """Commits the same version from two handles (rule T14); exactly one may succeed."""
         path = layout.probe_path(attempt)
         try:
             await self.run("probing put-if-absent", lambda: self._probe(self.uri(path)))
@@ -141,7 +143,7 @@ class DeltaTables:
                 for found in await self._store.list(path):
                     await self._store.delete(found.path)
             except errors.PkError:
-                pass  # leftovers of a probe harm nobody
+                pass  # leftovers of a probe do no harm
 
     def _probe(self, uri: str) -> None:
         try:
@@ -178,11 +180,11 @@ class DeltaLogTable:
         self._path = layout.table_path(topic, topic_id)
         self._uri = tables.uri(self._path)
         self._handle: DeltaTable | None = None
-        self._seen: ObjectInfo | None = None  #: HEAD of the known version's commit file
+        self._seen: ObjectInfo | None = None  #: result of HEAD on the known version's commit file
         self._snapshot: Snapshot | None = None
         self._counts: dict[str, DataFile] = {}  #: files whose footers were read for their rows
-        self._table_id = ""  #: of the table that was opened first; another one is refused (T8)
-        self._synced = ("", -1)  #: table id and version up to which the log is SYNCED
+        self._table_id = ""  #: id of the table that was opened first; another id is refused (T8)
+        self._synced = ("", -1)  #: table id and version up to which the log is synced
         self._turn = asyncio.Lock()
         self._tombstones = Tombstones(tables.now_ms())
         self._dates = RemovalDates()
@@ -199,7 +201,7 @@ class DeltaLogTable:
         handle, known = self._handle, self._snapshot
         if handle is not None and known is not None and not await self._is_known(known.version):
             handle = None
-        self._handle = None  # E1: until the call came back
+        self._handle = None  # E1: there is no handle until the call has returned
         try:
             found = await self._tables.run(
                 f"loading {self._uri}", lambda: self._open_or_update(handle, partitions)
@@ -221,13 +223,14 @@ class DeltaLogTable:
         return snapshot
 
     async def _compare(self, known: Snapshot | None, snapshot: Snapshot) -> None:
-        """E4: raises `TierTableChanged` unless the version is what was committed."""
+        """Raises `TierTableChanged` unless the version is what was committed (E4)."""
         version = -1 if known is None else known.version
         if snapshot.version != version:
             await log_reading.compare(self._tables.store, self._path, self._uri, snapshot, version)
 
     async def _counted(self, snapshot: Snapshot) -> Snapshot:
-        """Files whose statistics another engine left out: from their footers (rule T17)."""
+        """Reads the rows of files without statistics, which another engine wrote, from their
+        footers (rule T17)."""
         unknown = [file for file in snapshot.files.values() if not file.stats and not file.rows]
         if not unknown:
             return snapshot
@@ -243,7 +246,7 @@ class DeltaLogTable:
         )
 
     async def _is_known(self, version: int) -> bool:
-        """Whether the commit file of our version is still the one we saw."""
+        """Returns whether the commit file of the known version is still the same object."""
         seen = await self._tables.store.head(f"{self._path}/{layout.commit_file(version)}")
         return seen is not None and self._seen is not None and seen.tag == self._seen.tag
 
@@ -291,12 +294,12 @@ class DeltaLogTable:
             raise error from cause
 
     def _read(self, handle: DeltaTable, partitions: Sequence[int]) -> Snapshot:
-        """A snapshot from the log itself."""
+        """Reads a snapshot from the log itself."""
         protocol = protocol_of(handle)
         metadata = handle.metadata()
         self._table_id = self._table_id or str(metadata.id)
         if str(metadata.id) != self._table_id or protocol != TableProtocol():
-            # T8: not read any further; the owner refuses it by its protocol or its id
+            # T8: nothing further is read; the owner refuses it by its protocol or its id
             return Snapshot(handle.version(), str(metadata.id), {}, {}, protocol)
         check_columns(self._uri, handle)
         check_properties(self._uri, handle, self._topic_id)
@@ -314,7 +317,7 @@ class DeltaLogTable:
             try:
                 await self._tables.run(f"creating {self._uri}", self._create)
             except errors.TierUnavailable:
-                pass  # unknown outcome: the load tells
+                pass  # the outcome is unknown: the next load shows it
             snapshot = await self._load(())
             if snapshot is None:
                 raise errors.TierUnavailable(f"{self._uri}: the table could not be created")
@@ -376,7 +379,7 @@ class DeltaLogTable:
             raise translated(self._uri, "committing", cause) from cause
 
     def _versions(self, commit: Commit) -> dict[str, int]:
-        """The txn actions of a commit: what changed of the counters, and their hash (T2)."""
+        """Returns the txn actions of a commit: the counters that changed, and their hash (T2)."""
         versions: dict[str, int] = {}
         for partition, counters in commit.counters.items():
             before = commit.read.partition(partition)
@@ -388,8 +391,8 @@ class DeltaLogTable:
         return versions
 
     async def vacuum(self, retention_ms: int, may_delete: MayDelete) -> int | None:
-        """Delete files that commits removed at least `retention_ms` ago; how many, or None if
-        `may_delete`, asked when it is known which, says no.
+        """Deletes files that commits removed at least `retention_ms` ago.  Returns how many, or
+        None if `may_delete`, called once the files are known, returns False.
 
         Nothing is written to the log: a vacuum that commits makes every handle read it again.
         """
@@ -399,15 +402,16 @@ class DeltaLogTable:
             if snapshot is None or known is None or snapshot.table_id != known.table_id:
                 return 0
             if snapshot.protocol != TableProtocol():
-                return 0  # T8: which files it names is not known; the owner stops at its next load
+                return 0  # T8: its files are unknown; the owner stops at its next load
             tombstones, now_ms = self._tombstones, self._tables.now_ms()
-            hours = -(-retention_ms // _HOUR_MS)  # all that deltalake knows; never too early
+            hours = -(-retention_ms // _HOUR_MS)  # rounded up: deltalake takes only whole hours
             look = tombstones.must_look(hours * _HOUR_MS)
             named = await self._named(hours) if look else []
-            if not await may_delete():  # its times are the wall clock's, as it was just now (L10)
+            # deltalake compares with the wall clock, as read just now (L10)
+            if not await may_delete():
                 return None
             pending_delete = tombstones.looked(named, now_ms) if look else []
-            # last: what fails forgets none
+            # after the last call that may fail: none is forgotten
             pending_delete += tombstones.expired(retention_ms, now_ms)
             pending_delete = [
                 path for path in dict.fromkeys(pending_delete) if path not in snapshot.files
@@ -420,13 +424,13 @@ class DeltaLogTable:
                 )
                 tombstones.deleted(some, hours * _HOUR_MS)
         except errors.PkError:
-            tombstones.foreign(self._tables.now_ms())  # the log still names what is left
+            tombstones.foreign(self._tables.now_ms())  # the log still names the files that are left
             raise
         return len(pending_delete)
 
     async def _named(self, retention_hours: int) -> list[str]:
-        """What deltalake would delete, in the LITE mode of Delta: only files that the log names as
-        removed, so uploads under way survive."""
+        """Returns the files that deltalake would delete in Delta's LITE mode: only files that the
+        log names as removed, so uploads under way survive."""
         handle, self._handle = self._handle, None  # E1
         if handle is None:
             return []
@@ -454,7 +458,7 @@ def _write(
     versions: Mapping[str, int],
     info: Mapping[str, Any],
 ) -> None:
-    """One exact commit (rule T3)."""
+    """Writes one exact commit (rule T3)."""
     partitioned = [PARTITION_COLUMN] if PARTITION_COLUMN in schema.names else None
     handle.create_write_transaction(
         actions,

@@ -1,7 +1,8 @@
-"""Delta's actions and properties as pk has them, and deltalake's errors as pk's.
+"""Translates Delta's actions and properties to and from pk's classes, and deltalake's errors to
+pk's.
 
-The parts of `delta.py` that keep nothing: what a commit states of a file, what a handle says of
-its table, and what of that pk accepts (rule T8).
+The stateless parts of `delta.py`: the actions of a commit, the facts that a handle states about its
+table, and the check of what pk accepts (rule T8).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 
 def stats_of(new: NewFile) -> str:
-    """The statistics that prune a file (rule T10)."""
+    """Returns the statistics by which readers skip a file (rule T10)."""
     file = new.file
     stats = {
         "numRecords": file.rows,
@@ -40,7 +41,7 @@ def stats_of(new: NewFile) -> str:
 
 
 def add_action(new: NewFile, stats: str) -> AddAction:
-    """The add of a file."""
+    """Returns the add action of a file."""
     file = new.file
     return AddAction(
         log_check.quoted(file.path),
@@ -53,7 +54,7 @@ def add_action(new: NewFile, stats: str) -> AddAction:
 
 
 def _iso(timestamp_ms: int) -> str:
-    """Delta's text of a timestamp; out of its range: the nearest one that does not prune
+    """Returns Delta's text of a timestamp; out of its range, the nearest one that does not prune
     wrongly."""
     clamped = log_check.clamped_ms(timestamp_ms)
     moment = _EPOCH + datetime.timedelta(milliseconds=clamped)
@@ -61,7 +62,7 @@ def _iso(timestamp_ms: int) -> str:
 
 
 def files_of(actions: pa.Table) -> dict[str, DataFile]:
-    """The live files from deltalake's flattened add actions; missing statistics become
+    """Returns the live files from deltalake's flattened add actions; missing statistics become
     "anything"."""
     count = actions.num_rows
 
@@ -90,7 +91,7 @@ def files_of(actions: pa.Table) -> dict[str, DataFile]:
 
 
 def _have_stats(actions: pa.Table) -> list[bool]:
-    """Which files have the statistics that rows are counted and found by."""
+    """Returns which files have the statistics by which rows are counted and found."""
     wanted = ("num_records", "min.offset", "max.offset")
     if not set(wanted) <= set(actions.column_names):
         return [False] * actions.num_rows
@@ -109,7 +110,8 @@ def protocol_of(handle: DeltaTable) -> TableProtocol:
 def counters_of(
     uri: str, handle: DeltaTable, topic_id: str, partitions: Sequence[int]
 ) -> dict[int, PartitionCounters]:
-    """The counters of `partitions` (rule T2); raises `TierTableChanged` if they are damaged."""
+    """Returns the counters of `partitions` (rule T2); raises `TierTableChanged` if they are
+    damaged."""
     found: dict[int, PartitionCounters] = {}
     for partition in partitions:
         values = {
@@ -143,7 +145,7 @@ def check_columns(uri: str, handle: DeltaTable) -> None:
 
 
 def check_properties(uri: str, handle: DeltaTable, topic_id: str) -> None:
-    """Raises `TierTableChanged` unless the table has the properties pk gave it (rule T8)."""
+    """Raises `TierTableChanged` unless the table has the properties that pk set (rule T8)."""
     found = handle.metadata().configuration
     wanted = {**layout.TABLE_PROPERTIES, layout.TOPIC_ID_PROPERTY: topic_id}
     problem = ""
@@ -164,13 +166,14 @@ def check_properties(uri: str, handle: DeltaTable, topic_id: str) -> None:
 
 
 class LogUnreadable(errors.TierUnavailable):
-    """deltalake could not read the table's log: the store was away, or the log is damaged."""
+    """deltalake could not read the table's log: the store did not answer, or the log is damaged."""
 
     code = -1  # never leaves this process
 
 
 def is_panic(cause: BaseException) -> bool:
-    """deltalake meets damage that it did not foresee with a panic, which is no `Exception`."""
+    """Returns whether the error is a Rust panic, with which deltalake reacts to unforeseen damage.
+    A panic is no `Exception`."""
     return type(cause).__name__ == "PanicException"
 
 
@@ -184,7 +187,8 @@ _DENIED = (
 
 
 def translated(uri: str, doing: str, cause: BaseException) -> errors.PkError:
-    """deltalake's error as ours.  Anything unknown is `TierUnavailable`: reload and look (T5)."""
+    """Returns deltalake's error as one of pk's.  An unknown one is `TierUnavailable`: the caller
+    reloads and looks (T5)."""
     if isinstance(cause, errors.PkError):
         return cause
     text, low = error_text(str(cause)), str(cause).lower()

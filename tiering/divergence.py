@@ -1,8 +1,8 @@
-"""Whether a partition's log and its table have diverged (rule T15).  Pure.
+"""Decides whether a partition's log and its table have diverged (rule T15).  Pure.
 
-A log and a table that have the same last record agree on every record below it, as two logs do
-(log/divergence).  One look at the table's last offset is enough, and it reads no file: the table
-keeps the epoch of its last record among its counters (rule T2).
+If a log and a table have the same last record, they agree on every record below it, as two logs do
+(log/divergence).  Comparing the table's last offset is enough, and reads no file: the table keeps
+the epoch of its last record among its counters (rule T2).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def find_divergence(
     log_end: Offset,
     epochs: Sequence[tuple[Epoch, Offset]],
 ) -> errors.TierTableChanged | None:
-    """The error that stops copying if a leader's log lacks the table's last record; None = the log
-    has it, or begins above it.
+    """Returns the error that stops copying if a leader's log lacks the table's last record; None =
+    the log has it, or begins above it.
 
-    epochs: those of the log, each with its first offset
+    epochs: those of the leader's log, each with its first offset
     """
     known = LeaderEpochs([EpochStart(*each) for each in epochs])
     if not lacks_last_record(known, log_end, table_end, table_epoch):

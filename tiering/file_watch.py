@@ -1,14 +1,14 @@
-"""Watches the data files of the tables: a HEAD before local data goes, another read of what is
-damaged.
+"""Watches the data files of the tables: sends a HEAD before local data is deleted, and reads
+damaged files again.
 
-World-generic.  A damaged file is known from the read or the HEAD that met it (damage.py).  From
-then on it is read again every LOOK_AGAIN_MS until it is whole or the table does not name it, so
-that an operator who restores a file need tell nobody.
+World-generic.  A read or a HEAD that fails makes a damaged file known (damage.py).  From then on
+the file is read again every LOOK_AGAIN_MS until it is whole or the table no longer names it.  An
+operator who restores a file need do nothing else.
 
 Invariants
-  A1  what is known as damaged counts as missing: the local log keeps what such a file covers (rule
-      T6)
-  A2  one file is read at a time, at most LOOKS_MAX of a table in one turn
+  A1  A file known as damaged counts as missing: the local log keeps the records that it covers
+      (rule T6).
+  A2  One file is read at a time, at most LOOKS_MAX of a table in one turn.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LOOKS_MAX = 4
 
 
 class Watched(Protocol):
-    """A topic, as far as its files are concerned."""
+    """The parts of a topic that concern its files."""
 
     home: str
     table: Table
@@ -42,8 +42,8 @@ class Watched(Protocol):
 
 
 class FileWatch:
-    """All tables of one tier process.  `place` gives a partition's newest version, `tell` lets its
-    copier hear of `damaged`."""
+    """Watches all tables of one tier process.  `place` returns a partition's newest version, `tell`
+    reports its `damaged` files to its copier."""
 
     def __init__(
         self,
@@ -62,10 +62,10 @@ class FileWatch:
         self._tasks = tasks
         self._heading = asyncio.Semaphore(HEADS_MAX)
         self._reading = asyncio.Semaphore(1)
-        self._looking: dict[str, None] = {}  #: homes of tables that are looked at
+        self._looking: dict[str, None] = {}  #: directories of tables that are being checked
 
     def damage_found(self, topic: Watched, file: DataFile, error: errors.DamagedTierFile) -> None:
-        """A file of the newest version is damaged."""
+        """Notes that a file of the newest version is damaged."""
         self._note(topic, file, error)
         self._tell(topic, file.partition)
 
@@ -78,8 +78,8 @@ class FileWatch:
     async def missing(
         self, topic: Watched, partition: int, start: Offset, end: Offset
     ) -> list[DamagedFile]:
-        """Rule T6: files covering `[start, end)` that do not answer a HEAD, of the newest version
-        before one is called lost, or are known as damaged (A1)."""
+        """Returns the files covering `[start, end)` that are damaged (A1) or do not answer a HEAD
+        (rule T6).  A file counts as missing only if the table's newest version names it."""
         for fresh in (False, True):
             place: TablePartition = await self._place(topic, partition, end, fresh=fresh)
             files = place.snapshot.covering(partition, start, end)
@@ -107,7 +107,8 @@ class FileWatch:
             del self._looking[topic.home]
 
     async def look_at(self, topic: Watched, files: Sequence[DataFile]) -> None:
-        """Read whole files, one after the other; who copies their partitions hears."""
+        """Reads whole files, one after the other, and reports the result to their partitions'
+        copiers."""
         for file in files:
             async with self._reading:
                 await self._look_at(topic, file)
@@ -123,4 +124,4 @@ class FileWatch:
         except errors.DamagedTierFile as error:
             self._note(topic, file, error)
         except errors.PkError:
-            pass  # the store is away, or the table in trouble: nothing is known of the file
+            pass  # the store is away or the table has a problem: the file's state is unknown

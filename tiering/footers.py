@@ -1,15 +1,15 @@
-"""A data file's footer: where its row groups are and what they hold.
+"""The footer of a data file: where its row groups are and what they hold.
 
-Arrow takes a damaged footer at its word: single flipped bits lost rows, made columns null, or ended
-the process.  So a footer is parsed only after its checksum was compared with the one in the file's
-name (rule T10).  Pages carry checksums of their own, which Arrow verifies.
+Arrow trusts a damaged footer: single flipped bits lost rows, made columns null, or ended the
+process.  Therefore a footer is parsed only after its checksum was compared with the checksum in the
+file's name (rule T10).  Pages carry checksums of their own, which Arrow verifies.
 
 Invariants
-  H1  the checksum covers the footer, its length and the magic behind it: whatever tells Arrow where
-      a page is, how long, how encoded and in which column.
-  H2  a parsed footer says of offsets and rows what the table's add action says of the file.
-  H3  a file that has another name (outside maintenance wrote it) has no footer checksum; H2 holds
-      for it as far as its add action has statistics.
+  H1  The checksum covers the footer, its length and the magic behind it: everything that tells
+      Arrow where a page is, its length, its encoding and its column.
+  H2  A parsed footer states the same offsets and rows as the file's add action in the table.
+  H3  A file with another name (outside maintenance wrote it) has no footer checksum.  H2 holds for
+      it as far as its add action has statistics.
 """
 
 from __future__ import annotations
@@ -27,25 +27,28 @@ from pk.tiering.data_files import OFFSET_MAX
 from pk.tiering.layout import FILE_SCHEMA, parse_data_path
 from pk.types import Offset
 
-#: A footer is looked for in so many last bytes first; a longer one costs a second request.
+#: Number of last bytes that are read first to find a footer; a longer footer costs a second
+#: request.
 TAIL_BYTES = 64 * 1024
 FOOTER_BYTES_MAX = 64 * 1024 * 1024
 TIME_MAX = 2**62
-#: What a look-up by time reads.
+#: Columns that a look-up by time reads.
 TIMES = pa.schema([FILE_SCHEMA.field(name) for name in ("offset", "timestamp", "leader_epoch")])
 _TRAILER = struct.Struct("<I4s")
 _MAGIC = b"PAR1"
 
 
 class UnreadableFile(Exception):
-    """The bytes of a data file are not those that were written, or never were a file of pk's table.
+    """The bytes of a data file differ from those that were written, or were never a file of pk's
+    table.
 
-    Never leaves the tier's modules: who knows the file's name makes a `DamagedTierFile` of it.
+    This error never leaves the tier's modules: a caller that knows the file's name raises
+    `DamagedTierFile` instead.
     """
 
 
 class Listed(Protocol):
-    """What the table's add action says of a file; `rows` 0 = it does not say."""
+    """The facts of the table's add action about a file; `rows` 0 = unknown."""
 
     @property
     def path(self) -> str: ...
@@ -64,36 +67,36 @@ class Listed(Protocol):
 
 
 class Part(NamedTuple):
-    """So many bytes of a file from `start` on."""
+    """A part of a file: `size` bytes from `start` on."""
 
     start: int
     size: int
 
 
 class Group(NamedTuple):
-    """One row group; statistics that are missing mean "anything"."""
+    """One row group; missing statistics mean "anything"."""
 
-    number: int  #: in its file
+    number: int  #: index in its file
     min_offset: Offset
     max_offset: Offset
     max_timestamp_ms: int
     rows: int
     start: int  #: first byte in the file
     size: int  #: bytes in the file
-    decoded: int  #: bytes uncompressed, as the file says
-    times: tuple[Part, ...]  #: where the columns of TIMES are, those that adjoin as one
+    decoded: int  #: uncompressed bytes, as the file states
+    times: tuple[Part, ...]  #: parts with the columns of TIMES; adjoining columns are one part
 
 
 class Footer(NamedTuple):
-    """A file's parsed footer."""
+    """The parsed footer of a file."""
 
     metadata: pq.FileMetaData
     groups: tuple[Group, ...]
-    size: int  #: bytes it takes in memory, about
+    size: int  #: approximate bytes in memory
 
 
 def footer_size(tail: bytes | bytearray | memoryview) -> int:
-    """Bytes from the file's end that hold the footer.  Raises `UnreadableFile`."""
+    """Returns how many bytes at the file's end hold the footer.  Raises `UnreadableFile`."""
     if len(tail) >= _TRAILER.size:
         length, magic = _TRAILER.unpack(tail[-_TRAILER.size :])
         if magic == _MAGIC and length <= FOOTER_BYTES_MAX:
@@ -102,21 +105,20 @@ def footer_size(tail: bytes | bytearray | memoryview) -> int:
 
 
 def tail_part(size: int) -> Part:
-    """The end of a file of `size` bytes, where its footer is looked for first."""
+    """Returns the end of a file of `size` bytes, where its footer is looked for first."""
     least = min(size, TAIL_BYTES)
     return Part(size - least, least)
 
 
 def longer_tail(tail: bytes, size: int) -> Part | None:
-    """What to read of a file of `size` bytes if `tail` does not hold all of its footer; None = it
-    does, or the file is too short.  Raises `UnreadableFile`.
-    """
+    """Returns the part of a file of `size` bytes to read if `tail` does not hold its whole footer;
+    None = it does, or the file is too short.  Raises `UnreadableFile`."""
     needed = footer_size(tail)
     return Part(size - needed, needed) if len(tail) < needed <= size else None
 
 
 def footer_crc(tail: bytes | memoryview) -> int:
-    """CRC-32C of the footer at the end of `tail`, with its length and the magic (H1)."""
+    """Returns the CRC-32C of the footer at the end of `tail`, of its length and the magic (H1)."""
     size = footer_size(tail)
     if size > len(tail):
         raise UnreadableFile(f"its footer of {size} bytes is longer than what there is")
@@ -124,8 +126,8 @@ def footer_crc(tail: bytes | memoryview) -> int:
 
 
 def check_footer(path: str, tail: bytes | memoryview) -> None:
-    """Compare the footer at the end of `tail` with the name of its file, if that is a copier's (H1,
-    H3).  Raises `UnreadableFile`."""
+    """Compares the footer at the end of `tail` with the checksum in its file's name, if the copier
+    wrote the file (H1, H3).  Raises `UnreadableFile`."""
     name = parse_data_path(path)
     found = footer_crc(tail)
     if name is not None and found != name.footer_crc:
@@ -135,7 +137,7 @@ def check_footer(path: str, tail: bytes | memoryview) -> None:
 
 
 def open_footer(file: Listed, tail: bytes) -> Footer:
-    """The footer at the end of `tail`, verified (H1, H2).  Raises `UnreadableFile`."""
+    """Verifies and parses the footer at the end of `tail` (H1, H2).  Raises `UnreadableFile`."""
     check_footer(file.path, tail)
     footer = parse_footer(tail)
     rows = footer.metadata.num_rows
@@ -159,7 +161,7 @@ def open_footer(file: Listed, tail: bytes) -> Footer:
 
 
 def parse_footer(tail: bytes) -> Footer:
-    """The footer at the end of `tail`, whose checksum holds.  Raises `UnreadableFile`."""
+    """Parses the footer at the end of `tail`, whose checksum is valid.  Raises `UnreadableFile`."""
     try:
         metadata = pq.read_metadata(pa.BufferReader(tail))
     except (pa.ArrowException, OSError) as cause:
@@ -219,7 +221,7 @@ def _adjoined(parts: Iterable[Part]) -> tuple[Part, ...]:
 
 
 def _latest(stats: Any) -> int:
-    """Largest timestamp in ms, rounded up; TIME_MAX if the file does not tell."""
+    """Returns the largest timestamp in ms, rounded up; TIME_MAX if the file does not state it."""
     try:
         if stats is None or not stats.has_min_max:
             return TIME_MAX
@@ -233,7 +235,8 @@ def _latest(stats: Any) -> int:
 
 
 def check_rows(rows: pa.RecordBatch | pa.Table, groups: Sequence[Group]) -> None:
-    """What was decoded is what the footer says of its row groups (H2).  Raises `UnreadableFile`."""
+    """Compares decoded rows with the footer's statements about their row groups (H2).  Raises
+    `UnreadableFile`."""
     wanted = sum(group.rows for group in groups)
     if rows.num_rows != wanted:
         raise UnreadableFile(f"{rows.num_rows} rows were read where its footer says {wanted}")

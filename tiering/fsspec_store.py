@@ -1,11 +1,12 @@
-"""The real object stores: a directory, and S3 through s3fs.  The only importer of fsspec and s3fs.
+"""The real object stores: a directory, and S3 through s3fs.  No other module imports fsspec or
+s3fs.
 
-Reads and uploads have pools of their own (tiering/objects O1): threads for a directory,
-loops with their own connections for S3, so that neither the broker-facing event loop nor the other
-direction waits for a slow transfer.  A call has a deadline; transient failures are tried again
-twice, with back-off.
+Reads and uploads have separate pools (tiering/objects O1): threads for a directory, event loops
+with their own connections for S3.  A slow transfer in one direction therefore delays neither the
+other direction nor the event loop that serves the broker.  Each call has a deadline; transient
+failures are tried again twice, with back-off.
 
-How failures are told
+Failures and the errors that callers get
   not found                                    FileNotFoundError (get_range), None (head)
   read-only, no permission, no such bucket     StoreRefused: the operator acts
   everything else, deadlines included          TierUnavailable: retried by the caller
@@ -37,15 +38,17 @@ T = TypeVar("T")
 
 ATTEMPTS = 3
 THREADS = 4
-#: Smaller objects go through the page cache: they are read again (the table's log, footers).
+#: Objects smaller than this go through the page cache because they are read again (the table's log,
+#: footers).
 DIRECT_BYTES_MIN = 1024 * 1024
-#: Temporary names of uploads to a directory; a reader never sees one, VACUUM sweeps them.
+#: Prefix of temporary names of uploads to a directory; readers ignore them, VACUUM deletes
+#: leftovers.
 _TEMPORARY = ".pk-upload-"
 _REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 
 
 def open_store(settings: StoreSettings, clock: Clock) -> ObjectStore:
-    """The store of a URL.  Raises `StoreRefused` for schemes that have not been tried."""
+    """Opens the store of a URL.  Raises `StoreRefused` for schemes that have not been tried."""
     check_url(settings.url)
     if settings.scheme == "file":
         return DirectoryStore(settings, clock)
@@ -53,7 +56,7 @@ def open_store(settings: StoreSettings, clock: Clock) -> ObjectStore:
 
 
 class _Calls:
-    """Deadline, retries and the translation of failures, the same for both stores."""
+    """Deadlines, retries and the translation of failures; the same for both stores."""
 
     def __init__(self, settings: StoreSettings, clock: Clock) -> None:
         self._settings = settings
@@ -66,7 +69,7 @@ class _Calls:
     async def _call(
         self, doing: str, work: Callable[[], Awaitable[T]], *, deadline_ms: int | None = None
     ) -> T:
-        """Run `work` with a deadline; transient failures again, with back-off."""
+        """Runs `work` with a deadline; transient failures are retried with back-off."""
         limit_s = (deadline_ms or self._settings.timeout_ms) / 1000
         first_ms = self._settings.retry_backoff_ms
         backoff = Backoff((first_ms, 2**ATTEMPTS * first_ms))
@@ -83,7 +86,7 @@ class _Calls:
                 raise self._refused(doing, cause) from cause
             except TimeoutError:
                 last = TimeoutError(f"no answer within {limit_s:g} s")
-                break  # a slow store is not asked again at once
+                break  # a slow store is not asked again immediately
             except Exception as cause:
                 if isinstance(cause, OSError) and cause.errno in _REFUSED:
                     raise self._refused(doing, cause) from cause
@@ -95,12 +98,12 @@ class _Calls:
         return errors.StoreRefused(f"{self.url}: {doing}: {error_text(_text(cause))}", url=self.url)
 
     def _upload_deadline_ms(self, size: int) -> int:
-        """A large upload may take longer: at least 1 MiB/s is asked for."""
+        """Returns the deadline of an upload; a large one may take longer, at 1 MiB/s or more."""
         return self._settings.timeout_ms + size // 1024
 
 
 class DirectoryStore(_Calls):
-    """file://: atomic by rename, durable by fsync."""
+    """A store in a directory (file://): atomic by rename, durable by fsync."""
 
     def __init__(self, settings: StoreSettings, clock: Clock) -> None:
         super().__init__(settings, clock)
@@ -108,7 +111,7 @@ class DirectoryStore(_Calls):
         self._reads = concurrent.futures.ThreadPoolExecutor(THREADS, "pk-store-read")
         self._uploads = concurrent.futures.ThreadPoolExecutor(THREADS, "pk-store-upload")
         self._counter = 0
-        self._made: set[Path] = set()  #: directories whose names are SYNCED
+        self._made: set[Path] = set()  #: directories whose names are synced
 
     def _path(self, path: str) -> Path:
         full = self._root / path
@@ -150,12 +153,12 @@ class DirectoryStore(_Calls):
                 try:
                     _write_synced(fresh, data)
                     break
-                except FileNotFoundError:  # `delete` found the directory empty
+                except FileNotFoundError:  # `delete` found the directory empty and removed it
                     self._made.discard(full.parent)
                     if attempt == ATTEMPTS - 1:
                         raise
             if absent:
-                os.link(fresh, full)  # fails if the name is taken; rename would replace it
+                os.link(fresh, full)  # fails if the name is taken; rename would replace the file
             else:
                 os.rename(fresh, full)
             _sync_directory(full.parent)
@@ -163,7 +166,8 @@ class DirectoryStore(_Calls):
             fresh.unlink(missing_ok=True)
 
     def _make(self, directory: Path) -> None:
-        """The directory, its name and those above it SYNCED: the object is found through them."""
+        """Creates the directory and syncs its name and those above it: the object is found through
+        them."""
         if directory in self._made:
             return
         directory.mkdir(parents=True, exist_ok=True)
@@ -226,7 +230,7 @@ class DirectoryStore(_Calls):
 
 
 def _write_synced(path: Path, data: Buffer) -> None:
-    """A new file, on the disk when this returns."""
+    """Writes a new file; it is on the disk when this returns."""
     view = memoryview(data)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
@@ -239,9 +243,9 @@ def _write_synced(path: Path, data: Buffer) -> None:
 
 
 def _write_directly(descriptor: int, view: memoryview) -> int:
-    """Whole blocks of a large object past the page cache: nobody reads it soon, the log's own pages
-    stay, and the copy is saved.  How much was written; 0 where memory or file system do not let us.
-    """
+    """Writes the whole blocks of a large object with O_DIRECT, past the page cache.  The object is
+    not read soon, the log's own pages stay cached, and a copy is saved.  Returns how much was
+    written; 0 if the memory or the file system does not permit it."""
     whole = len(view) // BLOCK_BYTES * BLOCK_BYTES
     direct = getattr(os, "O_DIRECT", 0)
     if (
@@ -273,7 +277,7 @@ def _sync_directory(path: Path) -> None:
 
 
 class _LoopThread:
-    """An event loop in a thread, with an s3fs of its own: one pool of connections."""
+    """An event loop in a thread with its own s3fs, which is one pool of connections."""
 
     def __init__(self, name: str, arguments: dict[str, Any]) -> None:
         try:
@@ -311,13 +315,13 @@ class _LoopThread:
             async with asyncio.timeout(2):
                 await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(end(), self.loop))
         except Exception:
-            pass  # the process ends anyway
+            pass  # the process ends in any case
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(2)
 
 
 class S3Store(_Calls):
-    """s3://: one PUT is atomic and durable by the server's word."""
+    """A store in S3 (s3://).  The server makes one PUT atomic and durable."""
 
     def __init__(self, settings: StoreSettings, clock: Clock) -> None:
         super().__init__(settings, clock)
@@ -382,7 +386,7 @@ class S3Store(_Calls):
                 )
             except OSError as error:
                 if _status(error) == 416:
-                    return b""  # at or behind the end
+                    return b""  # at or beyond the end
                 raise
             async with reply["Body"] as body:
                 data: bytes = await body.read()
@@ -445,7 +449,7 @@ class S3Store(_Calls):
 
 
 def _text(error: BaseException | None) -> str:
-    """What the store said, with its own code, which s3fs leaves out."""
+    """Returns the store's message with its own error code, which s3fs omits."""
     response = getattr(getattr(error, "__cause__", None), "response", None)
     code = response.get("Error", {}).get("Code", "") if isinstance(response, dict) else ""
     text = str(error) or repr(error)
@@ -453,7 +457,7 @@ def _text(error: BaseException | None) -> str:
 
 
 def _status(error: BaseException) -> int:
-    """HTTP status behind an error that s3fs translated."""
+    """Returns the HTTP status behind an error that s3fs translated."""
     response = getattr(error.__cause__, "response", None)
     if not isinstance(response, dict):
         return 0

@@ -1,18 +1,16 @@
-"""Names and schema of a topic's tier: what stands where in the object store, and what the columns
-mean.
+"""Names and schema of a topic's tier: the objects in the store, and the meaning of the columns.
 
-A topic's tier is one Delta table at `<tier>/<topic>/<topic id>/` (rule T7); a topic that is deleted
-and created again has another id, hence another table.  Data files stand in Hive directories
+A topic's tier is one Delta table at `<tier>/<topic>/<topic id>/` (rule T7).  A topic that is
+deleted and created again has another id, hence another table.  Data files are in Hive directories
 `partition=N/`.
 
 Invariants
-  N1  a data file's name is unique per (partition, start, end, leader epoch, attempt): an upload
-      never overwrites another one, so a late write of a deposed leader can damage nothing (rule
-      T5).
-  N2  the name of a file made by the copier tells its offset range, the CRC-32C of its footer and
-      its row sum; files of outside maintenance have other names and `parse_data_path` answers None
-      for them.
-  N3  per-partition facts are Delta `txn` actions (rule T2): they survive checkpoints, OPTIMIZE and
+  N1  A data file's name is unique per (partition, start, end, leader epoch, attempt).  An upload
+      never overwrites another, so a late write of a deposed leader does no damage (rule T5).
+  N2  The name of a file made by the copier states its offset range, the CRC-32C of its footer and
+      its row sum.  Files of outside maintenance have other names, for which `parse_data_path`
+      returns None.
+  N3  Per-partition facts are Delta `txn` actions (rule T2): they survive checkpoints, OPTIMIZE and
       VACUUM.
 """
 
@@ -42,11 +40,12 @@ TABLE_SCHEMA = pa.schema(
         pa.field("delete_horizon_ms", pa.int64()),
     ]
 )
-#: Columns inside a data file: the partition is in the directory's name.
+#: Columns inside a data file; the partition is in the directory's name instead.
 FILE_SCHEMA = pa.schema([field for field in TABLE_SCHEMA if field.name != "partition"])
 PARTITION_COLUMN = "partition"
 
-#: What else an unexpected protocol, schema or property may mean: no checksum covers them.
+#: Added to errors about an unexpected protocol, schema or property: no checksum covers these, so
+#: the log may also be damaged.
 OR_DAMAGED = (
     "; if no engine changed the table, its log is damaged: remove a damaged checkpoint, or restore "
     "_delta_log"
@@ -56,9 +55,9 @@ READER_VERSION = 1
 WRITER_VERSION = 2
 
 #: Properties of a table made by pk.  Spark cannot set the first one, but honours it.  deltalake
-#: reads the commits since the last checkpoint all at once, each in a thread of its own that stays:
-#: five bound the threads, the descriptors, and what opening a table costs.  A table has one commit
-#: a second at most; checkpoints at every fifth cost a tenth of what committing costs.
+#: reads all commits since the last checkpoint at once, each in a thread of its own that stays.  A
+#: checkpoint at every fifth commit bounds the threads, the descriptors, and the cost of opening a
+#: table.  A table has at most one commit a second; its checkpoints cost a tenth of its commits.
 TABLE_PROPERTIES = {
     "delta.isolationLevel": "WriteSerializable",
     "delta.checkpointInterval": "5",
@@ -66,12 +65,12 @@ TABLE_PROPERTIES = {
     "delta.deletedFileRetentionDuration": "interval 7 days",
 }
 
-#: Says whose table it is (rule L8).
+#: Names the topic that owns the table (rule L8).
 TOPIC_ID_PROPERTY = "pk.topic_id"
-#: Properties that break rule T2: with the first one, Delta forgets txn actions.
+#: Properties that break rule T2: the first one makes Delta forget txn actions.
 REFUSED_PROPERTIES = ("delta.setTransactionRetentionDuration",)
 
-#: Row sums are modulo this (rule T2): the largest range a txn version holds.
+#: Modulus of row sums (rule T2): the largest range that a txn version can hold.
 SUM_MODULUS = 2**63
 
 #: Names of the per-partition facts, in the order of `PartitionCounters` (rule T2).
@@ -88,7 +87,7 @@ _NAME = re.compile(
 
 
 class DataName(NamedTuple):
-    """What the name of a copier's file says."""
+    """The facts in the name of a copier's file."""
 
     partition: int
     start: Offset
@@ -100,17 +99,17 @@ class DataName(NamedTuple):
 
 
 def table_path(topic: str, topic_id: TopicId) -> str:
-    """Directory of the topic's table below the tier's root."""
+    """Returns the directory of the topic's table below the tier's root."""
     return f"{topic}/{topic_id}"
 
 
 def probe_path(attempt: str) -> str:
-    """Directory of the table that probes put-if-absent at start-up (rule T14)."""
+    """Returns the directory of the table that probes put-if-absent at start-up (rule T14)."""
     return f"{_PROBE_DIRECTORY}/{attempt}"
 
 
 def data_path(name: DataName) -> str:
-    """Path of a data file relative to its table (N1)."""
+    """Returns the path of a data file relative to its table (N1)."""
     epoch = max(name.epoch, 0)
     return (
         f"partition={name.partition}/{name.start:020d}-{name.end:020d}-e{epoch}"
@@ -119,7 +118,7 @@ def data_path(name: DataName) -> str:
 
 
 def parse_data_path(path: str) -> DataName | None:
-    """The name's facts, or None if the copier did not make this file (N2)."""
+    """Returns the facts in the name, or None if the copier did not make this file (N2)."""
     match = _NAME.match(path)
     if match is None:
         return None
@@ -135,13 +134,13 @@ def parse_data_path(path: str) -> DataName | None:
 
 
 def app_id(topic_id: TopicId, partition: int, counter: str) -> str:
-    """Application id of a `txn` action (rule T2)."""
+    """Returns the application id of a `txn` action (rule T2)."""
     assert counter in COUNTERS or counter == COUNTERS_CHECK, counter
     return f"pk:{topic_id}:{partition}:{counter}"
 
 
 def commit_file(version: int) -> str:
-    """Path of a version's commit relative to its table."""
+    """Returns the path of a version's commit relative to its table."""
     return f"_delta_log/{version:020d}.json"
 
 
@@ -151,7 +150,7 @@ class PartitionCounters(NamedTuple):
     start: Offset = 0
     end: Offset = 0
     epoch: Epoch = NONE  #: leader epoch of the record at `end - 1`
-    claim: Epoch = NONE  #: leader epoch that may append; an older one is refused (rule T4)
+    claim: Epoch = NONE  #: lowest leader epoch that may append; an older one is refused (rule T4)
     rows: int = 0  #: rows ever appended by the copier
-    sum: int = 0  #: their row hashes, modulo SUM_MODULUS
+    sum: int = 0  #: the sum of their row hashes, modulo SUM_MODULUS
     removed: int = 0  #: rows ever removed by retention or compaction

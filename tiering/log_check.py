@@ -1,25 +1,27 @@
-"""Whether a version of a table is what pk committed (rules T2, T8, T10).  Pure.
+"""Checks whether a version of a table is what pk committed (rules T2, T8, T10).  Pure.
 
-Delta's log has no checksums: one flipped bit in a commit's JSON, or in a checkpoint, may drop a
-file, or alter a range or a counter, and every engine takes it.  pk's commits therefore say of
-themselves what they hold:
+Delta's log has no checksums.  One flipped bit in a commit's JSON or in a checkpoint may drop a
+file, or alter a range or a counter, and every engine accepts it.  Therefore pk's commits state
+checksums of their own content:
 
   commitInfo `pk.check`   CRC-32C of the commit's own actions
   commitInfo `pk.files`   the live files after the commit: their number, the sum of the hashes of
                           their paths, the sum of the hashes of their facts
   txn `<partition>:check` hash of the partition's counters
 
-A load compares: the commits it has not seen with `pk.check`, the files with `pk.files` of pk's
-newest commit, the counters with `check`.  So a checkpoint is not trusted, only compared.
+A load compares new commits with their `pk.check`, the live files with `pk.files` of pk's newest
+commit, and the counters with `check`.  A checkpoint is compared in this way, too, and never
+trusted.
 
-Commits of other engines (OPTIMIZE, Z-order, VACUUM, DELETE) have no checksum.  What they add and
-remove behind pk's newest commit is followed by path.
+Commits of other engines (OPTIMIZE, Z-order, VACUUM, DELETE) have no checksum.  The paths that they
+add and remove after pk's newest commit are followed.
 
 Invariants
-  H1  a commit without `pk.check` never holds a txn of pk's: such a commit was pk's, and is damaged
-  H2  the hash of a file's facts counts only files whose statistics the log has, so that every
-      reader computes the same sum
-  H3  a walk reads at most WALK_MAX commits; behind that, files are compared with their names only
+  H1  A commit without `pk.check` holds none of pk's txn actions.  A commit that holds one was
+      written by pk, and is damaged.
+  H2  The hash of a file's facts counts only files whose statistics are in the log, so that every
+      reader computes the same sum.
+  H3  A walk reads at most WALK_MAX commits.  With more, files are compared only with their names.
 """
 
 from __future__ import annotations
@@ -40,11 +42,11 @@ from pk.tiering.layout import PARTITION_COLUMN, SUM_MODULUS, PartitionCounters, 
 #: Keys in a commit's commitInfo.
 CHECK = "pk.check"
 FILES = "pk.files"
-#: Application ids of pk's txn actions begin so (rule T2).
+#: Prefix of the application ids of pk's txn actions (rule T2).
 APP_PREFIX = "pk:"
-#: Commits of other engines that a load follows behind pk's newest one.
+#: Maximum number of other engines' commits that a load follows after pk's newest commit.
 WALK_MAX = 256
-#: Commits read at once.
+#: Number of commits that are read at once.
 WALK_STEP = 8
 _FACTS = struct.Struct("<iqqqqqq")
 #: Delta's text of a timestamp holds the years 1 to 9999.
@@ -54,12 +56,12 @@ Action = Mapping[str, Any]
 
 
 def clamped_ms(timestamp_ms: int) -> int:
-    """The nearest timestamp that Delta's statistics hold."""
+    """Returns the nearest timestamp that Delta's statistics can hold."""
     return min(max(timestamp_ms, _TIME_LEAST), _TIME_MOST)
 
 
 def _hash(data: bytes) -> int:
-    """63 bits: a txn version holds no more (rule T2)."""
+    """Returns a hash of 63 bits: a txn version holds no more (rule T2)."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") % SUM_MODULUS
 
 
@@ -67,14 +69,14 @@ def _hash(data: bytes) -> int:
 
 
 class FileSums(NamedTuple):
-    """The live files of a version, in numbers."""
+    """The number and hashes of a version's live files."""
 
     files: int = 0
     paths: int = 0  #: sum of the hashes of their paths
     facts: int = 0  #: sum of the hashes of their facts (H2)
 
     def plus(self, files: Iterable[DataFile], sign: int = 1) -> FileSums:
-        """These and `files`; without `files` if `sign` is -1."""
+        """Returns the sums with `files` added; with `files` removed if `sign` is -1."""
         count, paths, facts = self
         for file in files:
             count += sign
@@ -88,7 +90,7 @@ class FileSums(NamedTuple):
 
     @staticmethod
     def parse(text: object) -> FileSums | None:
-        """None if it is no such text."""
+        """Parses the sums from a commit's text; None if the text is no such sums."""
         parts = text.split("-") if isinstance(text, str) else []
         try:
             count, paths, facts = parts
@@ -115,14 +117,15 @@ def _facts_hash(file: DataFile) -> int:
 
 
 def counters_check(counters: PartitionCounters) -> int:
-    """The txn `check` of a partition with these counters."""
+    """Returns the txn `check` of a partition with these counters."""
     return _hash(b"".join(struct.pack("<q", value) for value in counters))
 
 
 def of_actions(actions: Iterable[Action]) -> str:
-    """`pk.check` of a commit: its actions, whatever their order and layout in the file.
+    """Returns `pk.check` of a commit: a checksum of its actions, independent of their order and
+    layout in the file.
 
-    Of commitInfo only what pk wrote counts: the engine adds its time and name.
+    Of commitInfo only pk's own keys count: the engine adds its time and name.
     """
     lines = []
     for action in actions:
@@ -154,7 +157,8 @@ def expected_actions(
     versions: Mapping[str, int],
     info: Mapping[str, Any],
 ) -> list[Action]:
-    """The actions that deltalake writes for a commit; `adds` with the text of their statistics."""
+    """Returns the actions that deltalake writes for a commit; `adds` come with the text of their
+    statistics."""
     actions: list[Action] = [{"commitInfo": dict(info)}]
     for new, stats in adds:
         add = {
@@ -181,7 +185,7 @@ def expected_actions(
 
 
 def quoted(path: str) -> str:
-    """A path as Delta's log has it."""
+    """Returns a path as it stands in Delta's log."""
     return urllib.parse.quote(path, safe="/=")
 
 
@@ -189,16 +193,16 @@ def quoted(path: str) -> str:
 
 
 class CommitFacts(NamedTuple):
-    """What one commit's JSON says."""
+    """The facts in one commit's JSON."""
 
-    ours: bool  #: it has pk's checksum, and the checksum holds
+    ours: bool  #: whether it has pk's checksum and the checksum is right
     files: FileSums | None
     added: tuple[str, ...]
     removed: tuple[str, ...]
 
 
 def read_commit(uri: str, version: int, data: bytes) -> CommitFacts:
-    """The facts of a commit; raises `TierTableChanged` if it is damaged."""
+    """Returns the facts of a commit; raises `TierTableChanged` if it is damaged."""
 
     def damaged(what: str) -> errors.TierTableChanged:
         return errors.TierTableChanged(
@@ -240,8 +244,9 @@ def _path(action: Any) -> str:
 class Walk:
     """Reads a table's newest commits backwards and compares its files with them.
 
-    `known` is the newest version that was compared before, -1 if none was.  Ask `wanted`, give
-    each commit to `take`, until `wanted` is empty; then `finish`.
+    `known` is the newest version that was compared before, -1 if there is none.  The caller asks
+    for `wanted` versions, passes each commit to `take` until `wanted` is empty, then calls
+    `finish`.
     """
 
     def __init__(self, uri: str, version: int, files: Mapping[str, DataFile], known: int) -> None:
@@ -252,10 +257,10 @@ class Walk:
         self._next = version
         self._base: FileSums | None = None  #: of pk's newest commit
         self._behind: list[CommitFacts] = []  #: other engines' commits after it, newest first
-        self._lost = False  #: a commit that should be followed is not there any more
+        self._lost = False  #: a commit that should be followed no longer exists
 
     def wanted(self) -> list[int]:
-        """Versions to read next, newest first."""
+        """Returns the versions to read next, newest first."""
         if self._base is None and not self._lost:
             least = 0
         else:
@@ -264,7 +269,7 @@ class Walk:
         return list(range(self._next, max(self._next - WALK_STEP, least - 1), -1))
 
     def take(self, version: int, data: bytes | None) -> None:
-        """The JSON of `version`, None if there is no such object; raises `TierTableChanged`."""
+        """Takes the JSON of `version`, None if it does not exist.  Raises `TierTableChanged`."""
         assert version == self._next, (version, self._next)
         self._next -= 1
         if data is None:
@@ -281,17 +286,17 @@ class Walk:
                 self._base = FileSums()
 
     def finish(self) -> None:
-        """Raises `TierTableChanged` if the files are not those of the log (H3)."""
+        """Raises `TierTableChanged` if the files differ from those of the log (H3)."""
         if self._base is None:
             return
-        # An engine may also add a file again that is live, with other statistics.
+        # An engine may also add a live file again, with other statistics.
         expected = [self._followed(again) for again in (False, True)]
         facts = None if self._behind else self._base.facts
         _check_sums(self._uri, self._version, self._files.values(), expected, facts)
 
     def _followed(self, again: bool) -> tuple[int, int]:
-        """Number and hash of the paths after the commits of other engines; `again`: what they add
-        was live before."""
+        """Returns number and hash of the paths after the commits of other engines; `again`: the
+        files they add were live before."""
         assert self._base is not None
         count, paths, _ = self._base
         live: dict[str, bool] = {}
@@ -314,7 +319,7 @@ def compare(
     read: Callable[[int], bytes | None],
 ) -> None:
     """Raises `TierTableChanged` unless `files` are what was committed up to `version`; `read`
-    gives the JSON of a version."""
+    returns the JSON of a version."""
     check_names(uri, version, files.values())
     walk = Walk(uri, version, files, -1)
     while wanted := walk.wanted():
@@ -340,7 +345,7 @@ def check_counters(
 
 
 def check_sums(uri: str, version: int, files: Iterable[DataFile], said: FileSums) -> None:
-    """Raises `TierTableChanged` unless the live files are those of `said`."""
+    """Raises `TierTableChanged` unless the live files match the sums `said`."""
     _check_sums(uri, version, files, [(said.files, said.paths)], said.facts)
 
 
@@ -351,7 +356,8 @@ def _check_sums(
     expected: Sequence[tuple[int, int]],
     facts: int | None,
 ) -> None:
-    """`expected`: what number and hash of the paths may be; `facts` None = nothing says."""
+    """Compares sums: `expected` are the possible values of number and hash of the paths; `facts`
+    None = the hash of the facts is unknown."""
     found = FileSums().plus(files)
     what = ""
     if (found.files, found.paths) not in expected:

@@ -1,6 +1,6 @@
-"""Reads what deltalake does not compare: commits against their checksums (log_check.py).
+"""Compares what deltalake does not compare: commits with their checksums (log_check.py).
 
-World-generic.  Deltalake has opened a version when this looks at it; nothing of the version is
+World-generic.  deltalake has opened a version before this module checks it.  The version is not
 used before `compare` has returned.
 """
 
@@ -18,11 +18,13 @@ from pk.tiering.layout import commit_file
 from pk.tiering.objects import ObjectStore
 from pk.tiering.table import Snapshot
 
-#: A commit holds at most plan.ACTIONS_PER_COMMIT_MAX actions of pk's; other engines' are larger.
+#: Maximum size of a commit: pk's commits have at most plan.ACTIONS_PER_COMMIT_MAX actions, other
+#: engines' are larger.
 COMMIT_BYTES_MAX = 64 * 1024 * 1024
-#: Commits that are looked at when deltalake cannot read a log: more than lie between checkpoints.
+#: Number of commits that are checked when deltalake cannot read a log: more than lie between
+#: checkpoints.
 SUSPECTS_MAX = 16
-#: Footers read together.
+#: Number of footers that are read at once.
 FOOTERS_AT_ONCE = 8
 _LOG = "_delta_log/"
 
@@ -30,7 +32,7 @@ _LOG = "_delta_log/"
 async def compare(store: ObjectStore, home: str, uri: str, snapshot: Snapshot, known: int) -> None:
     """Raises `TierTableChanged` unless `snapshot` is what pk and other engines committed.
 
-    `known` is the newest version of the same table that was compared before; -1 without one.
+    `known` is the newest version of the same table that was compared before; -1 if there is none.
     """
     log_check.check_names(uri, snapshot.version, snapshot.files.values())
     walk = log_check.Walk(uri, snapshot.version, snapshot.files, known)
@@ -41,7 +43,7 @@ async def compare(store: ObjectStore, home: str, uri: str, snapshot: Snapshot, k
     try:
         walk.finish()
     except errors.TierTableChanged:
-        await find_damaged(store, home, uri)  # the commit at fault, if it is one of the newest
+        await find_damaged(store, home, uri)  # names the damaged commit, if it is one of the newest
         raise
 
 
@@ -59,7 +61,7 @@ async def find_damaged(store: ObjectStore, home: str, uri: str) -> None:
 async def counted(
     store: ObjectStore, home: str, files: Sequence[DataFile], cache: dict[str, DataFile]
 ) -> dict[str, DataFile]:
-    """The files with rows and bounds from their footers, as far as those can be read."""
+    """Returns the files with rows and bounds from their footers, as far as those can be read."""
     left = [file for file in files if file.path not in cache]
     for at in range(0, len(left), FOOTERS_AT_ONCE):
         some = left[at : at + FOOTERS_AT_ONCE]
@@ -76,7 +78,8 @@ async def counted(
 
 
 async def _footer(store: ObjectStore, home: str, file: DataFile) -> Footer | None:
-    """None if it cannot be read: the file's rows stay unknown, and its reader hears why."""
+    """Returns a file's footer, or None if it cannot be read: the file's rows stay unknown, and its
+    reader gets the error."""
     path = f"{home}/{file.path}"
     try:
         tail = await store.get_range(path, *footers.tail_part(file.size))

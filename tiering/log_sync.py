@@ -1,11 +1,11 @@
-"""The log of a table in a directory, SYNCED (file://).
+"""Syncs the log of a table in a directory (file://) to the disk.
 
-deltalake writes commits and checkpoints and leaves them to the page cache.  pk drops local records
-because a table holds them (rule T6), so what a commit says must survive a power loss, as do the
-objects it names (`DirectoryStore`).  In an object store that is the server's word.
+deltalake writes commits and checkpoints without fsync.  pk deletes local records because a table
+holds them (rule T6), so commits must survive a power loss, as the objects they name do
+(`DirectoryStore`).  In an object store, the server guarantees that.
 
-A table is opened by its last checkpoint and what came after it: what is older need not be there,
-and there may be a month of it.
+A table is opened from its last checkpoint and the commits after it.  Older commits are not needed
+and not synced; there may be a month of them.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ _DIGITS = 20
 
 
 def sync_log(root: Path, path: str, after: int) -> None:
-    """Commits and checkpoints of the table at `path` above version `after`, and their names; with
-    -1 those from the last checkpoint on, and the names of the directories up to `root`.  Raises
-    `OSError`.
-    """
+    """Syncs commits and checkpoints of the table at `path` above version `after`, and their names.
+    With -1, syncs those from the last checkpoint on, and the names of the directories up to `root`.
+    Raises `OSError`."""
     home = root / path / LOG
     newest = _checkpointed(home) - 1 if after < 0 else after
     for name in sorted(os.listdir(home)):
         number = name[:_DIGITS]
         if name == LAST_CHECKPOINT or (number.isdecimal() and int(number) > newest):
-            with contextlib.suppress(FileNotFoundError):  # cleaned up meanwhile
+            with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
                 _sync(home / name)
     _sync(home)
     if after < 0:
@@ -40,7 +39,7 @@ def sync_log(root: Path, path: str, after: int) -> None:
 
 
 def _checkpointed(home: Path) -> int:
-    """The version by which the table is opened; 0 if nothing tells."""
+    """Returns the version of the last checkpoint; 0 if there is none."""
     try:
         told = json.loads((home / LAST_CHECKPOINT).read_bytes())
         return int(told["version"])
@@ -53,7 +52,7 @@ def _sync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as cause:
-        if cause.errno != errno.EROFS:  # what is read-only has nothing to sync
+        if cause.errno != errno.EROFS:  # a read-only file system has nothing to sync
             raise
     finally:
         os.close(descriptor)

@@ -1,13 +1,15 @@
-"""What the tier needs of an object store, and one in memory with the same semantics.
+"""The interface of an object store as the tier needs it, and a store in memory with the same
+semantics.
 
 Paths are relative to the store's root and use '/'.  A `put` is atomic: a reader sees the whole
-object or none, and once it returned the object survives (file:// = fsync, s3:// = the server's
-word).  Every call has a deadline of the store's own; a store that is away raises `TierUnavailable`,
-one that refuses by rule (read-only, no such bucket) raises `StoreRefused`.
+object or none.  Once `put` has returned, the object survives a crash (file:// by fsync, s3:// by
+the server's guarantee).  Every call has the store's own deadline.  A store that does not answer
+raises `TierUnavailable`; one that refuses by rule (read-only, no such bucket) raises
+`StoreRefused`.
 
 Invariants
-  O1  reads and uploads use separate pools: a slow upload never delays a cold read, and vice versa.
-  O2  nothing here retries for ever: a call ends within `tier_timeout_ms` times its few attempts.
+  O1  Reads and uploads use separate pools: a slow upload never delays a cold read, and vice versa.
+  O2  Retries are bounded: a call ends within `tier_timeout_ms` times its few attempts.
 """
 
 from __future__ import annotations
@@ -22,13 +24,13 @@ T = TypeVar("T")
 
 
 class Executor(Protocol):
-    """Where work that would block the loop runs: a few threads, or in place in the simulator."""
+    """Runs work that would block the event loop: in a few threads, or in place in the simulator."""
 
     def __call__(self, work: Callable[[], T]) -> Awaitable[T]: ...
 
 
 class ObjectInfo(NamedTuple):
-    """What HEAD says."""
+    """The result of a HEAD."""
 
     path: str
     size: int
@@ -37,7 +39,7 @@ class ObjectInfo(NamedTuple):
 
 
 class ObjectStore(Protocol):
-    """A bucket and a prefix, or a directory."""
+    """A store of objects: a bucket and a prefix, or a directory."""
 
     @property
     def url(self) -> str: ...
@@ -45,21 +47,22 @@ class ObjectStore(Protocol):
     async def put(self, path: str, data: Buffer) -> None: ...
 
     async def put_if_absent(self, path: str, data: Buffer) -> bool:
-        """False if the object exists; exactly one of several concurrent calls is answered True."""
+        """Writes an object unless it exists; then returns False.  Exactly one of several concurrent
+        calls returns True."""
         ...
 
     async def get_range(self, path: str, start: int, size: int) -> bytes:
-        """Bytes `[start, start + size)`, shorter at the end.  Raises `FileNotFoundError`."""
+        """Returns bytes `[start, start + size)`, fewer at the end.  Raises `FileNotFoundError`."""
         ...
 
     async def head(self, path: str) -> ObjectInfo | None: ...
 
     async def list(self, prefix: str) -> list[ObjectInfo]:
-        """Every object below the directory `prefix`, sorted by path."""
+        """Returns every object below the directory `prefix`, sorted by path."""
         ...
 
     async def delete(self, path: str) -> None:
-        """A missing object is fine."""
+        """Deletes an object; a missing one is no error."""
         ...
 
     async def close(self) -> None: ...

@@ -1,27 +1,28 @@
-"""The one committer of a topic's table (rule T3).
+"""The table owner: the one committer of a topic's table (rule T3).
 
-Sans-IO.  There is one owner per topic: the tier process of the leader of partition 0.  Everybody
-hands it what shall happen to the table — uploaded files (`Submit`), claims (`ClaimPartition`),
-moved log starts (`PartitionsSeen`) — and it commits all of it together, at most once a second and
+Sans-IO.  There is one owner per topic; it runs in the tier process of the leader of partition 0.
+The copiers and the brokers send it uploaded files (`Submit`), claims (`ClaimPartition`) and moved
+log starts (`PartitionsSeen`).  The owner commits all of them together, at most once a second and
 table.
 
-The cycle, re-run from its start after any error:
+The cycle starts from its beginning after any error:
   idle ─work→ loading ─snapshot→ check, plan ─┬─ nothing left → idle
                                               └─ committing ─landed→ answer, pause, idle
                                                      └─ failed or unknown → back off, loading
 
 Invariants
-  W1  at most one operation on the table is under way.
-  W2  every commit was planned on the snapshot it is exact about; nothing is carried over from an
-      attempt that failed (rule T5: what landed after all is found in the next snapshot).
-  W3  a request is answered exactly once, and `done` only from a snapshot that holds it.
-  W4  a table that someone else changed (rule T8) is never written to: all requests are refused
-      until it is itself again; the broker keeps its data local meanwhile.
-  W5  nothing here deletes an object; VACUUM does, once the table does not name it any more.
-  W6  nothing is planned or answered on counters that were not read: who comes while the table is
-      loaded, with a partition that load did not ask for, is a reason to load again.
-  W7  what came to be known after a load was asked for is not judged by it: another node may have
-      committed meanwhile.  Who asks then waits for the next load.
+  W1  At most one operation on the table is under way.
+  W2  Every commit is planned on the snapshot that it is exact about.  Nothing is carried over from
+      a failed attempt; if it landed after all, the next snapshot shows it (rule T5).
+  W3  A request is answered exactly once, and `done` only from a snapshot that holds its change.
+  W4  A table that another engine or process altered (rule T8) is never written to.  All requests
+      are refused until the table is restored; the broker keeps its data local meanwhile.
+  W5  The owner deletes no object.  VACUUM deletes an object once the table no longer names it.
+  W6  Nothing is planned or answered on counters that were not read.  If a request or log start
+      arrives during a load and concerns a partition that the load did not ask for, the owner loads
+      again.
+  W7  A request or log start that arrives after a load was requested is not judged by that load:
+      another node may have committed meanwhile.  It waits for the next load.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from pk.tiering.table import Commit, CommitConflict, Snapshot, check_successor
 from pk.types import Epoch
 from pk.wire import pk_pb2 as wire
 
-#: Peer name of the table in `Send` effects.
+#: Name of the table as a peer in `Send` effects.
 TABLE = "table"
 #: Name under which new snapshots are published.
 SNAPSHOT = "snapshot"
@@ -55,22 +56,25 @@ SNAPSHOT = "snapshot"
 PROBLEM = "problem"
 TIMER = "owner"
 
-#: Requests that wait for a commit; more are told to slow down.
+#: Maximum number of requests that wait for a commit; further ones get ThrottledError.
 WAITING_MAX = 10_000
-#: A commit conflict is retried at once this often, then with back-off.
+#: A commit conflict is retried immediately this often, then with back-off.
 CONFLICTS_AT_ONCE = 3
 BACKOFF_MAX_MS = 30_000
 
 
 @dataclass(slots=True, frozen=True)
 class OwnerSettings:
-    """What the owner is told."""
+    """Intervals and timeouts of the owner."""
 
     commit_interval_ms: int = 1_000
     retry_backoff_ms: int = 500
-    request_timeout_ms: int = 30_000  #: a request not committed by then is answered TierUnavailable
-    refresh_interval_ms: int = 5_000  #: outside maintenance is noticed at the latest after this
-    recheck_ms: int = 10_000  #: a table in trouble is looked at again, so that a repair is noticed
+    #: a request not committed after this time is answered TierUnavailable
+    request_timeout_ms: int = 30_000
+    #: the owner notices outside maintenance after this time at the latest
+    refresh_interval_ms: int = 5_000
+    #: interval at which a table with a problem is loaded again, to notice a repair
+    recheck_ms: int = 10_000
     vacuum_interval_ms: int = 0  #: 0 = never
     vacuum_retention_ms: int = 7 * 86_400_000
 
@@ -80,7 +84,7 @@ class OwnerSettings:
 
 @dataclass(slots=True)
 class Submit:
-    """A hand-over; answered by `CommitToTableReply` or an error."""
+    """Event: a hand-over; answered by `CommitToTableReply` or an error."""
 
     request: Any
     change: wire.CommitToTableRequest
@@ -88,7 +92,7 @@ class Submit:
 
 @dataclass(slots=True)
 class ClaimPartition:
-    """Rule T4; answered by `TierClaimReply` or an error."""
+    """Event: a claim (rule T4); answered by `TierClaimReply` or an error."""
 
     request: Any
     partition: int
@@ -98,7 +102,7 @@ class ClaimPartition:
 
 @dataclass(slots=True)
 class PartitionsSeen:
-    """What the brokers say of the topic's partitions; only what changed."""
+    """Event: changes in what the brokers report of the topic's partitions."""
 
     partitions: Mapping[int, LogStart]
     gone: Sequence[int] = ()
@@ -106,7 +110,7 @@ class PartitionsSeen:
 
 @dataclass(slots=True)
 class Loaded:
-    """Answer to `Load`; None = there is no table.  Also to `Create`."""
+    """Event: answer to `Load` or `Create`; None = there is no table."""
 
     snapshot: Snapshot | None
 
@@ -119,24 +123,24 @@ class Committed:
 @dataclass(slots=True)
 class Vacuumed:
     files: int
-    put_off: bool = False  #: nothing was looked at: the wall clock is not trusted (L10)
+    put_off: bool = False  #: no file was looked for: the wall clock is not trusted (L10)
 
 
 @dataclass(slots=True)
 class Failed:
-    """The operation under way raised; whether it took effect is unknown."""
+    """Event: the operation under way raised an error; its outcome is unknown."""
 
     error: errors.PkError
 
 
 @dataclass(slots=True)
 class Close:
-    """The topic is gone: whoever waits is told."""
+    """Event: the topic is gone; every waiting request is answered with an error."""
 
 
 @dataclass(slots=True)
 class Wake:
-    """The timer fired."""
+    """Event: the timer fired."""
 
 
 OwnerEvent = (
@@ -164,24 +168,25 @@ class Vacuum:
 
 @dataclass(slots=True)
 class _State:
-    """What is remembered between cycles."""
+    """The state that is kept between cycles."""
 
-    backoff: Backoff  #: failures in a row
+    backoff: Backoff  #: counts failures in a row
     snapshot: Snapshot | None = None
     problem: errors.PkError | None = None
     waiting: list[Submission | Claim] = field(default_factory=list)
     log_starts: dict[int, LogStart] = field(default_factory=dict)
     starts_due: bool = False
-    look: bool = False  #: load even without work
-    look_ms: int = 0  #: the last load; 0 = none yet
+    look: bool = False  #: load even if there is no work
+    look_ms: int = 0  #: time of the last load; 0 = none yet
     not_before_ms: int = 0
     next_refresh_ms: int = 0
     next_vacuum_ms: int = 0
-    removed_since_vacuum: bool = True  #: before this start, perhaps
+    #: whether files may have been removed since the last vacuum, perhaps before this start
+    removed_since_vacuum: bool = True
 
 
 class Owner:
-    """Machine: see the module."""
+    """The state machine that commits to one table; the module states its invariants."""
 
     def __init__(self, topic: str, topic_id: str, uri: str, settings: OwnerSettings) -> None:
         self.topic = topic
@@ -190,22 +195,24 @@ class Owner:
         self._settings = settings
         self._state = _State(Backoff((settings.retry_backoff_ms, BACKOFF_MAX_MS)))
         self._under_way: Load | Create | Commit | Vacuum | None = None
-        self._known: dict[int, LogStart] = {}  #: log starts when the last operation was asked for
-        self._later = 0  #: how many of those that wait came after it, the last ones (W7)
+        #: log starts at the time of the last operation's request
+        self._known: dict[int, LogStart] = {}
+        #: how many of the waiting requests, counted from the end, arrived after that (W7)
+        self._later = 0
         self._planned: Plan | None = None
 
     @property
     def snapshot(self) -> Snapshot | None:
-        """The newest version seen."""
+        """Returns the newest version seen."""
         return self._state.snapshot
 
     @property
     def problem(self) -> errors.PkError | None:
-        """Why the table is not written to at the moment."""
+        """Returns why the table is currently not written to."""
         return self._state.problem
 
     def step(self, event: OwnerEvent, now_ms: int) -> Sequence[Effect]:
-        """The only mutator."""
+        """Applies one event and returns its effects; nothing else changes the state."""
         effects: list[Effect] = []
         match event:
             case Submit():
@@ -266,7 +273,7 @@ class Owner:
             state.log_starts.pop(partition, None)
         for partition, start in event.partitions.items():
             if partition not in state.log_starts:
-                state.look = True  # its counters may not be loaded yet
+                state.look = True  # the partition's counters may not be loaded yet
             state.log_starts[partition] = start
             if state.snapshot is not None and start_is_due(state.snapshot, partition, start):
                 state.starts_due = True
@@ -280,11 +287,13 @@ class Owner:
         )
 
     def _expire(self, now_ms: int, effects: list[Effect]) -> None:
-        """W3: a request does not wait for ever; whether its commit landed is then unknown."""
+        """Answers requests that waited past their deadline (W3); whether their commit landed is
+        unknown."""
         late = [item for item in self._state.waiting if item.deadline_ms <= now_ms]
         if late and not isinstance(self._under_way, Commit):
             self._state.waiting = [i for i in self._state.waiting if i.deadline_ms > now_ms]
-            self._later = min(self._later, len(self._state.waiting))  # the first ones are late
+            # late requests are at the front
+            self._later = min(self._later, len(self._state.waiting))
             cause = self._state.problem
             for item in late:
                 error = errors.TierUnavailable(
@@ -296,7 +305,7 @@ class Owner:
     # -- the cycle ---------------------------------------------------------------------------------
 
     def _go_on(self, now_ms: int, effects: list[Effect]) -> None:
-        """Start the next operation if one is due; else set the timer for it."""
+        """Starts the next operation if one is due; otherwise sets the timer."""
         state = self._state
         if self._under_way is not None:  # W1
             return
@@ -306,7 +315,7 @@ class Owner:
         if work and (now_ms >= state.not_before_ms or urgent):
             self._ask(Load(self._partitions()), effects)
             return
-        # also while work waits out the pause between commits: under load there always is some
+        # also while work waits for the commit interval: under load some work always waits
         if self._vacuum_due() and now_ms >= state.next_vacuum_ms:
             state.next_vacuum_ms = now_ms + self._settings.vacuum_interval_ms
             state.removed_since_vacuum = False
@@ -351,7 +360,7 @@ class Owner:
         asked, self._under_way = self._under_way, None
         assert isinstance(asked, Load | Create), asked
         if isinstance(asked, Create) and event.snapshot is not None:
-            self._ask(Load(self._partitions()), effects)  # now with the partitions' counters
+            self._ask(Load(self._partitions()), effects)  # load with the partitions' counters
             return
         state = self._state
         if not state.look_ms:
@@ -382,10 +391,11 @@ class Owner:
         self._plan(snapshot, now_ms, effects)
 
     def _check_missing(self) -> None:
-        """No table: fine before the first commit, else somebody deleted it."""
+        """Accepts a missing table before the first commit; afterwards raises `TierTableChanged`:
+        the table was deleted."""
         state = self._state
-        # Only what is not deleted was ever needed there: a broker that deleted records before
-        # anything was tiered counts them, too, among what is not local (T9).
+        # Only records that are not deleted had to be in the table.  `tiered_end` of a broker that
+        # deleted records before they were tiered counts those, too (T9).
         starts = self._known.items()
         ends = {p: s.tiered_end for p, s in starts if s.tiered_end > s.log_start}
         if state.snapshot is not None:
@@ -400,7 +410,8 @@ class Owner:
         state.snapshot = None
 
     def _check_covered(self, snapshot: Snapshot) -> None:
-        """The table must hold what the broker was told it holds: a restored old copy does not."""
+        """Raises `TierTableChanged` if the table lacks offsets that a broker knows as tiered: an
+        older copy was restored."""
         for partition, start in self._known.items():
             counters = snapshot.partition(partition)
             if counters.end < start.tiered_end and start.log_start < start.tiered_end:
@@ -412,7 +423,8 @@ class Owner:
                 )
 
     def _may_create(self) -> bool:
-        """A table is made when there is something to write; asking a question makes none."""
+        """Returns whether a missing table may be created: only if there is something to write.  A
+        claim that only asks creates none."""
         return bool(self._state.log_starts) or any(
             isinstance(item, Submission) or item.commit for item in self._state.waiting
         )
@@ -425,7 +437,8 @@ class Owner:
             effects.append(Respond(item.request, wire.TierClaimReply(exists=False)))
 
     def _split(self) -> tuple[list[Submission | Claim], list[Submission | Claim]]:
-        """Who waited when the operation was asked for, and who came later (W7)."""
+        """Splits the waiting requests into those before the operation's request and later ones
+        (W7)."""
         waiting = self._state.waiting
         at = len(waiting) - self._later
         return waiting[:at], waiting[at:]
@@ -473,7 +486,8 @@ class Owner:
             effects.append(_done(item, event.snapshot))
 
     def _failed(self, error: errors.PkError, now_ms: int, effects: list[Effect]) -> None:
-        """Failed and unknown are the same: back off, then begin again from a load (T5, W2)."""
+        """Backs off after an operation that failed or whose outcome is unknown; the next cycle
+        starts with a load (T5, W2)."""
         was, self._under_way, self._planned = self._under_way, None, None
         state = self._state
         if isinstance(was, Vacuum):

@@ -1,4 +1,4 @@
-"""What a broker tells of a partition it leads, as the copier and the owner take it.  Pure."""
+"""Converts a broker's report of a partition it leads for the copier and the owner.  Pure."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pk.wire import pk_pb2 as wire
 
 
 def _epochs(description: wire.TierPartition) -> tuple[tuple[Epoch, Offset], ...]:
-    """Of the leader's log: each epoch and its first offset."""
+    """Returns the epochs of the leader's log, each with its first offset."""
     return tuple((each.epoch, each.start_offset) for each in description.epochs)
 
 
 def view_of(description: wire.TierPartition, retry_backoff_ms: int) -> View:
-    """For the copier."""
+    """Returns the partition as the copier takes it."""
     configs = description.configs
     return View(
         leader_epoch=description.leader_epoch,
@@ -39,15 +39,15 @@ def view_of(description: wire.TierPartition, retry_backoff_ms: int) -> View:
 def partition_directory_of(
     description: wire.TierPartition, storage: Storage, path: str
 ) -> PartitionDirectory:
-    """For an upload.  L13: what is stored was within the topic's bound when it came, whatever that
-    is now.
-    """
+    """Returns the partition as an upload takes it.  Stored batches were within the topic's size
+    bound when they were appended, even if the bound has changed since (L13)."""
     dense = "compact" not in description.configs["cleanup_policy"]
     return PartitionDirectory(storage, path, DECODED_BYTES_MAX, dense, _epochs(description))
 
 
 def log_start_of(description: wire.TierPartition) -> LogStart:
-    """For the owner; its epoch is NONE if the leader's cache does not reach down to it (T9)."""
+    """Returns the log start as the owner takes it; its epoch is NONE if the leader's cache does not
+    reach down to it (T9)."""
     found = NONE
     for each in description.epochs:
         if each.start_offset < min(description.log_start, description.known_log_start):

@@ -1,7 +1,7 @@
-"""What one commit of a table's owner holds: requests against a snapshot → a commit, and answers.
+"""Plans one commit of the table's owner: requests and a snapshot → a commit and answers.  Pure.
 
-Pure arithmetic, used by `owner.py` before every attempt: the same request may be planned again and
-again on newer snapshots, so nothing here remembers an earlier attempt.
+`owner.py` plans before every attempt.  The same request may be planned repeatedly on newer
+snapshots, so this module keeps no state between attempts.
 
 Decision table for a hand-over of partition p (rules T3–T5); the first row that applies decides:
 
@@ -12,9 +12,10 @@ Decision table for a hand-over of partition p (rules T3–T5); the first row tha
     its numbers contradict each other            refuse InvalidRequest
     else                                         take it
 
-A refusal names the table's end, so that a copier goes on from there.
+A refusal names the table's end, so that the copier can continue from there.
 
-A log start (rule T9) counts unless the table's claim is above the epoch of the leader that says so.
+A log start (rule T9) counts unless the table's claim is above the epoch of the leader that reported
+it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from pk.tiering.table import Commit, Snapshot
 from pk.types import NONE, Epoch, Offset
 from pk.wire import pk_pb2 as wire
 
-#: Files one commit adds or removes at most; more wait for the next one.
+#: Maximum number of files that a commit adds or removes; further ones wait for the next commit.
 ACTIONS_PER_COMMIT_MAX = 1_000
 
 
@@ -58,35 +59,37 @@ class Claim:
 
 @dataclass(slots=True, frozen=True)
 class LogStart:
-    """The broker's durable facts of one partition (rule T9)."""
+    """The broker's durable facts about one partition (rule T9)."""
 
     log_start: Offset  #: of the leader's own log
     epoch: Epoch = NONE  #: leader epoch of `log_start - 1`, as far as the leader knows
-    tiered_end: Offset = 0  #: what the broker has been told the table covers
-    leader_epoch: Epoch = 0  #: of the leader that says so
-    known: Offset | None = None  #: what every replica that may lead next knows; None = log_start
+    tiered_end: Offset = 0  #: the end of the table that was reported to the broker
+    leader_epoch: Epoch = 0  #: of the leader that reported these facts
+    #: the log start known to every replica that may lead next; None = log_start
+    known: Offset | None = None
 
     @property
     def target(self) -> Offset:
-        """Where the table may start: a deletion that a successor would not know is not followed."""
+        """Returns where the table may start: a deletion that a successor may not know is not
+        followed."""
         return self.log_start if self.known is None else min(self.known, self.log_start)
 
 
 @dataclass(slots=True)
 class Plan:
-    """One commit, and what is answered without it."""
+    """One commit, and the requests that are answered without it or wait."""
 
     commit: Commit | None
     taken: list[Submission | Claim] = field(
         default_factory=list
-    )  #: answered once the commit landed
-    done: list[Submission | Claim] = field(default_factory=list)  #: the table has it already
+    )  #: answered once the commit has landed
+    done: list[Submission | Claim] = field(default_factory=list)  #: the table contains it already
     refused: list[tuple[Submission | Claim, errors.PkError]] = field(default_factory=list)
     waiting: list[Submission | Claim] = field(default_factory=list)  #: for a later commit
 
 
 class _Draft:
-    """A commit being put together on a snapshot."""
+    """A commit that is being assembled on a snapshot."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.snapshot = snapshot
@@ -123,7 +126,8 @@ def plan(
     waiting: Iterable[Submission | Claim],
     log_starts: Mapping[int, LogStart],
 ) -> Plan:
-    """The next commit on `snapshot`: log starts first (T9), then claims and hand-overs in order."""
+    """Returns the next commit on `snapshot`: log starts first (T9), then claims and hand-overs in
+    order."""
     draft = _Draft(snapshot)
     result = Plan(None)
     for partition, start in log_starts.items():
@@ -143,10 +147,10 @@ def plan(
 
 
 def start_is_due(snapshot: Snapshot, partition: int, start: LogStart) -> bool:
-    """Whether `start` asks for a commit: `:start` must move, or files lie wholly below it."""
+    """Returns whether `start` needs a commit: `:start` must move, or files lie wholly below it."""
     counters = snapshot.partition(partition)
     if counters.claim > start.leader_epoch:
-        return False  # rule T4: a deposed leader's
+        return False  # rule T4: reported by a deposed leader
     if start.target > counters.start:
         return True
     files = snapshot.files_of(partition)
@@ -159,13 +163,13 @@ def start_is_due(snapshot: Snapshot, partition: int, start: LogStart) -> bool:
 
 
 def _move_start(draft: _Draft, partition: int, start: LogStart) -> None:
-    """Rule T9: `:start` follows log_start; whole files below it leave the table."""
+    """Moves `:start` to log_start and removes whole files below it from the table (rule T9)."""
     counters = draft.partition(partition)
     if counters.claim > start.leader_epoch:
-        return  # rule T4: who leads now may not reach so far
+        return  # rule T4: the present leader's log may end below it
     files = draft.snapshot.files_of(partition)
     if start.target > counters.end:
-        # Nothing else of this partition in this version: its files go with the next one.
+        # This version changes nothing else of the partition; the next commit removes its files.
         moved = accounting.settled(files, counters, start.target)._replace(end=start.target)
         if start.epoch != NONE:
             moved = moved._replace(epoch=start.epoch)
@@ -228,7 +232,7 @@ def _take(draft: _Draft, item: Submission, result: Plan, retention: bool) -> Non
 
 
 def _settle(draft: _Draft, item: Submission, result: Plan) -> None:
-    """Rule T17: what the partitions lack counts as removed from now on."""
+    """Counts the missing rows of the partitions as removed (rule T17)."""
     counters: dict[int, PartitionCounters] = {}
     for counter in item.change.counters:
         before = draft.partition(counter.partition)
@@ -245,7 +249,8 @@ def _settle(draft: _Draft, item: Submission, result: Plan) -> None:
 
 
 def _check_refill(draft: _Draft, change: wire.CommitToTableRequest) -> None:
-    """Rule T17: rows come back only where they are missing, and no more than are missing."""
+    """Raises unless the added rows fill missing ranges, and are no more than are missing (rule
+    T17)."""
     for counter in change.counters:
         partition = counter.partition
         adds = [add for add in change.adds if add.partition == partition]
@@ -262,7 +267,7 @@ def _check_refill(draft: _Draft, change: wire.CommitToTableRequest) -> None:
 
 
 def _checked(draft: _Draft, change: wire.CommitToTableRequest) -> dict[int, PartitionCounters]:
-    """The counters after `change`.  Raises what refuses it (see the module's table)."""
+    """Returns the counters after `change`, or raises its refusal (see the module's table)."""
     for remove in change.removes:
         if not draft.has(remove.path):
             raise errors.UnknownTierRange(
@@ -299,7 +304,7 @@ def _checked(draft: _Draft, change: wire.CommitToTableRequest) -> dict[int, Part
 
 
 def _check_numbers(counter: wire.TierCounter, adds: Sequence[wire.AddFile]) -> None:
-    """Files of an append lie in order inside the range and their rows add up."""
+    """Raises unless the files of an append lie in order inside the range and their rows add up."""
     at = counter.start
     for add in adds:
         if not (at <= add.start < add.end <= counter.end):
@@ -326,7 +331,7 @@ def _fenced(partition: int, claim: Epoch, epoch: Epoch) -> errors.FencedLeaderEp
 
 
 def new_file(add: wire.AddFile, data_change: bool) -> NewFile:
-    """The wire's file as the table takes it."""
+    """Returns the wire's file as a file to be added to the table."""
     file = DataFile(
         add.path,
         add.partition,
@@ -341,7 +346,7 @@ def new_file(add: wire.AddFile, data_change: bool) -> NewFile:
 
 
 def partition_state(snapshot: Snapshot, partition: int) -> wire.TierPartitionState:
-    """What replies tell of a partition."""
+    """Returns the state of a partition as replies carry it."""
     counters = snapshot.partition(partition)
     files = snapshot.files_of(partition)
     return wire.TierPartitionState(

@@ -1,23 +1,26 @@
-"""Reads of the tier: `[offset, end)` of a partition as log batches, and offsets by time.
+"""Reads of the tier: the records `[offset, end)` of a partition as log batches, and offsets by
+timestamp.
 
-World-generic.  A read is planned on one snapshot: the files whose statistics reach into the range,
-then their row groups from cached footers.  Nothing relies on files being sorted or disjoint,
-because outside maintenance may have rewritten them (rule T10): when row groups overlap, a first
-pass keeps only their offsets, the range is cut to what fits the byte bound, and a second pass
-merges its rows by offset.
+World-generic.  A read is planned on one snapshot: the reader takes the files whose statistics
+overlap the range, then their row groups from cached footers.  It does not assume that files are
+sorted or disjoint, because outside maintenance may have rewritten them (rule T10).  When row groups
+overlap, a first pass keeps only their offsets and cuts the range to what fits the byte bound; a
+second pass merges the rows by offset.
 
 Invariants
-  H1  rows come out in offset order, each offset once, all of `[offset, next_offset)` that the table
-      holds.
-  H2  `next_offset` > offset: gaps are covered (rule L12); it never passes the table's end or `end`.
-  H3  memory: the cache holds at most `cache_bytes`; a read holds its result and one row group
-      beside it.
-  H4  a file that is gone or damaged raises `DamagedTierFile`: the caller reloads the table and
-      plans anew.  It fails its own range only: a read that comes to it ends before it.
-  H5  two readers of the same row group share one download.
-  H6  nothing is remembered of a file that the table does not name any more.
-  H7  a read that is late answers with what it has, if that is anything: who gives up on it asks for
-      the same again, and where the cache is too small for all of it that would never end.
+  H1  Rows are returned in offset order and each offset once.  All rows of `[offset, next_offset)`
+      that the table holds are returned.
+  H2  `next_offset` > offset: gaps are covered (rule L12).  It never exceeds the table's end or
+      `end`.
+  H3  Memory is bounded: the cache holds at most `cache_bytes`; a read holds its result and one row
+      group besides.
+  H4  A missing or damaged file raises `DamagedTierFile`; the caller reloads the table and plans the
+      read again.  The file fails only its own range: a read that begins below it ends before it.
+  H5  Two readers of the same row group share one download.
+  H6  The reader forgets every file that the table no longer names.
+  H7  A read that is late returns the rows it has, if there are any.  Otherwise a client that times
+      out would ask for the same range again, and with a cache smaller than the range would never
+      get an answer.
 """
 
 from __future__ import annotations
@@ -45,22 +48,22 @@ from pk.types import NONE, Epoch, Offset
 
 T = TypeVar("T")
 
-#: Row groups that are fetched ahead of sequential readers, in all.
+#: Maximum number of row groups that are being read ahead for sequential readers.
 PREFETCH_MAX = 4
-#: Positions of readers remembered to recognise sequential reads.
+#: Number of read positions that are remembered in order to recognise sequential reads.
 POSITIONS_MAX = 1_024
 FOOTERS_BYTES_MAX = 64 * 1024 * 1024
-#: Rows are taken to be at least this large when a scattered range is cut.
+#: Assumed minimum size of a row when a scattered range is cut.
 _ROW_BYTES_LEAST = 16
 
 
 def never() -> bool:
-    """Who asks has all the time there is."""
+    """Returns False: the caller has no deadline."""
     return False
 
 
 class FetchedBatches(NamedTuple):
-    """Batches of `[offset, next_offset)`."""
+    """The batches of `[offset, next_offset)`."""
 
     next_offset: Offset
     batches: list[bytes]
@@ -73,7 +76,7 @@ class TimeFound(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """What one row group gave; `full`: the byte bound or the end of all rows was reached."""
+    """The rows of one row group; `full`: the byte bound or the end of all rows was reached."""
 
     next_offset: Offset
     batches: list[bytes]
@@ -82,7 +85,7 @@ class _Piece(NamedTuple):
 
 @dataclass(slots=True, frozen=True)
 class TablePartition:
-    """A partition in a table: where its files are, and what the table says now."""
+    """A partition in a table: the directory of its files, and the table's current snapshot."""
 
     home: str  #: directory of the table in the store
     partition: int
@@ -98,7 +101,7 @@ class _RowGroup(NamedTuple):
 
 
 class _Cache:
-    """Least recently used goes first; sizes are the caller's."""
+    """An LRU cache; the caller states the size of each item."""
 
     def __init__(self, bytes_max: int) -> None:
         self.bytes_max = bytes_max
@@ -125,21 +128,21 @@ class _Cache:
         return key in self._items
 
     def drop(self, unwanted: Callable[[Any], bool]) -> None:
-        """Let go of every item whose key is `unwanted`."""
+        """Drops every item whose key is `unwanted`."""
         for key in [key for key in self._items if unwanted(key)]:
             _, gone = self._items.pop(key)
             self.bytes -= gone
 
 
 class TierReader:
-    """Cold reads of every topic of this node."""
+    """Serves the cold reads of every topic on this node."""
 
     def __init__(self, store: ObjectStore, compute: Executor, cache_bytes: int) -> None:
         self._store = store
         self._compute = compute
         self._footers = _Cache(FOOTERS_BYTES_MAX)
         self._rows = _Cache(cache_bytes)
-        self._loading = TaskRegistry(awaited)  #: named by what they load
+        self._loading = TaskRegistry(awaited)  #: keyed by what they load
         self._ahead = TaskRegistry()
         self._positions: OrderedDict[tuple[str, int, Offset], None] = OrderedDict()
         self.hits = 0
@@ -150,7 +153,7 @@ class TierReader:
         return self._rows.bytes
 
     def keep_files(self, home: str, files: Container[str]) -> None:
-        """Forget what the newest version of the table at `home` does not name any more."""
+        """Forgets the files that the newest version of the table at `home` no longer names."""
         for cache in (self._footers, self._rows):
             cache.drop(lambda key: key[0] == home and key[1] not in files)
 
@@ -162,15 +165,16 @@ class TierReader:
         max_bytes: int,
         late: Callable[[], bool] = never,
     ) -> FetchedBatches:
-        """Rows of `[offset, end)` up to about `max_bytes`, at least one row if there is one; once
-        it is `late` (H7), what was found so far.
+        """Returns rows of `[offset, end)` up to about `max_bytes`, at least one row if there is
+        one.  Once the read is `late` (H7), returns the rows found so far.
 
         Raises `UnknownTierRange` if the table does not cover `offset`, `DamagedTierFile` if the
-        file that holds it is, `TierUnavailable`.
+        file that holds it is damaged, `TierUnavailable` if the store does not answer.
         """
         counters = place.snapshot.partition(place.partition)
         limit = min(end, counters.end)
-        if not counters.start <= offset < limit:  # what lay below the start is no gap: it is gone
+        # offsets below the start are deleted; they are no gap
+        if not counters.start <= offset < limit:
             raise errors.UnknownTierRange(
                 f"the tier covers [{counters.start}, {counters.end}) of partition "
                 f"{place.partition}, not offset {offset}"
@@ -180,7 +184,7 @@ class TierReader:
         if lost is not None and lost[0] == offset:  # T17
             version = place.snapshot.version
             raise accounting.data_loss(place.home, place.partition, version, *lost)
-        limit = limit if lost is None else lost[0]  # what lies before it is read first
+        limit = limit if lost is None else lost[0]  # the rows before it are read first
         batches: list[bytes] = []
         size = 0
         at = offset
@@ -190,7 +194,7 @@ class TierReader:
             except errors.PkError:
                 if at == offset:
                     raise
-                break  # what lies below is whole; the next read begins with the error (H4)
+                break  # rows below it are whole; the next read begins with the error (H4)
             at = piece.next_offset
             batches += piece.batches
             size += sum(map(len, piece.batches))
@@ -202,10 +206,10 @@ class TierReader:
     async def _window(
         self, place: TablePartition, at: Offset, limit: Offset, max_bytes: int
     ) -> _Piece:
-        """Batches of `[at, next)`: as far as one row group and `max_bytes` reach."""
+        """Returns batches of `[at, next)`: at most one row group and `max_bytes`."""
         spots = await self._row_groups(place, at, limit)
         if not spots:
-            return _Piece(limit, [], full=True)  # nothing above: the gap reaches to the limit
+            return _Piece(limit, [], full=True)  # no row above: the gap reaches to the limit
         window_end = min(spots[0].group.max_offset + 1, limit)
         if len(spots) == 1:
             rows = await self._group(place, spots[0])
@@ -216,8 +220,8 @@ class TierReader:
     async def _row_groups(
         self, place: TablePartition, at: Offset, limit: Offset
     ) -> list[_RowGroup]:
-        """The row group that holds the first row at or above `at`, and all that overlap its
-        range."""
+        """Returns the row group that holds the first row at or above `at`, and all row groups that
+        overlap its range."""
         files = place.snapshot.covering(place.partition, at, limit)
         found: list[_RowGroup] = []
         window_end = limit
@@ -241,7 +245,7 @@ class TierReader:
         window_end: Offset,
         max_bytes: int,
     ) -> tuple[pa.RecordBatch, Offset]:
-        """Rows of overlapping row groups, cut to what fits (rule T10, H3)."""
+        """Merges the rows of overlapping row groups, cut to what fits (rule T10, H3)."""
         wanted = []
         row_bytes = _ROW_BYTES_LEAST
         for spot in spots:
@@ -303,8 +307,8 @@ class TierReader:
         return rows
 
     async def _times(self, place: TablePartition, spot: _RowGroup) -> pa.RecordBatch:
-        """When each row of a row group was; from its rows if they are at hand, else not kept: the
-        next question is about another row group."""
+        """Returns the timestamps of the rows of a row group, from its rows if they are cached.
+        They are not cached themselves: the next look-up concerns another row group."""
         key = (place.home, spot.file.path, spot.group.number)
         cached = self._rows.get(key)
         if cached is not None:
@@ -338,21 +342,22 @@ class TierReader:
         return damaged(f"{self._store.url}/{place.home}", file, place.partition, why)
 
     async def verify(self, place: TablePartition, file: DataFile) -> None:
-        """Read all of a file, past the cache.  Raises `DamagedTierFile`, `TierUnavailable`."""
+        """Reads a whole file without the cache.  Raises `DamagedTierFile`, `TierUnavailable`."""
         key = (place.home, file.path)
         footer = await self._load_footer(place, file, key)
         for group in footer.groups:
             await self._load_group(place, _RowGroup(file, footer, group), (*key, group.number))
 
     async def _once(self, key: Any, work: Callable[[], Awaitable[T]]) -> T:
-        """H5: whoever comes second waits for the first; a reader that goes away stops nobody."""
+        """Loads a key once (H5): a second caller waits for the first load, and a caller that is
+        cancelled does not stop it."""
         task: asyncio.Task[T] | None = self._loading.get(key)
         if task is None:
             task = self._loading.spawn(_run(work), key)
         return await asyncio.shield(task)
 
     def _look_ahead(self, place: TablePartition, offset: Offset, at: Offset, limit: Offset) -> None:
-        """A reader that came from just below is given the next row group before it asks."""
+        """Loads the next row group in advance for a reader that reads sequentially."""
         before = (place.home, place.partition, offset)
         sequential = before in self._positions
         self._positions.pop(before, None)
@@ -368,15 +373,16 @@ class TierReader:
                 key = (place.home, spot.file.path, spot.group.number)
                 if key not in self._rows:
                     await self._group(place, spot)
-                elif spot.group.max_offset + 1 < limit:  # it has this one: the one after
+                # this row group is cached: look at the one after it
+                elif spot.group.max_offset + 1 < limit:
                     following = await self._row_groups(place, spot.group.max_offset + 1, limit)
                     for later in following[:1]:
                         await self._group(place, later)
         except errors.PkError:
-            pass  # the reader will meet it itself
+            pass  # the reader itself will meet the error
 
     async def close(self) -> None:
-        """Stop what runs ahead."""
+        """Cancels the loads that run in advance."""
         await self._ahead.close()
         await self._loading.close()
 
@@ -385,8 +391,8 @@ class TierReader:
     async def offset_for_time(
         self, place: TablePartition, timestamp_ms: int, from_offset: Offset
     ) -> TimeFound | None:
-        """The smallest offset at or above `from_offset` with a timestamp of at least `timestamp_ms`
-        (T11)."""
+        """Returns the smallest offset at or above `from_offset` whose timestamp is at least
+        `timestamp_ms` (T11)."""
         end = place.snapshot.partition(place.partition).end
         best: TimeFound | None = None
         for file in place.snapshot.covering(place.partition, from_offset, end):
@@ -406,7 +412,7 @@ class TierReader:
 
 
 def _encoded(rows: pa.RecordBatch, at: Offset, end: Offset, max_bytes: int) -> _Piece:
-    """Rows of `[at, end)` as log batches, cut where the byte bound is reached."""
+    """Encodes rows of `[at, end)` as log batches, cut where the byte bound is reached."""
     rows = row_groups.in_offset_order(rows, at, end)
     count = convert.fitting(rows, max_bytes) if rows.num_rows else 0
     full = count < rows.num_rows

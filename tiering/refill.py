@@ -1,10 +1,13 @@
-"""Rows that another engine took out of a table: brought back from the local log, or settled (T17).
+"""Repairs a table from which another engine removed rows: copies them again from the local log, or
+settles them (rule T17).
 
-World-generic.  Both are commands; pk does neither by itself: who ran the DELETE may have meant it.
+World-generic.  Both are commands of an operator.  pk never does either by itself, because the
+DELETE may have been intended.
 
 Invariants
-  F1  a stretch is copied again whole or not at all: a file of the copier's counts as whole
-  F2  all files of a stretch land in one commit with the removal of those they replace
+  F1  A range is copied again as a whole or not at all, because a file of the copier's counts as
+      whole.
+  F2  All files of a range land in one commit, together with the removal of the files they replace.
 """
 
 from __future__ import annotations
@@ -20,12 +23,12 @@ from pk.tiering.table import Snapshot
 from pk.types import Offset
 from pk.wire import pk_pb2 as wire
 
-#: Stretches that one command copies; the next one goes on.
+#: Maximum number of ranges per command; the next command continues.
 STRETCHES_MAX = 100
 
 
 class Host(Protocol):
-    """What the worker does for a refill."""
+    """The parts of the worker that a repair needs."""
 
     async def commit_to_table(
         self, request: wire.CommitToTableRequest
@@ -39,7 +42,7 @@ async def carry_out(
     place: Callable[[], Awaitable[TablePartition]],
     copy: Callable[[Upload], Awaitable[Uploaded]],
 ) -> wire.TierRowsReply:
-    """One command for one partition; `place` reads the table afresh."""
+    """Carries out one command for one partition; `place` loads the table's newest version."""
     snapshot = (await place()).snapshot
     if accepting:
         rows = await accept(host, snapshot, told)
@@ -56,7 +59,7 @@ async def carry_out(
 
 
 async def accept(host: Host, snapshot: Snapshot, told: wire.TierPartition) -> int:
-    """Settle what the partition lacks; how many rows."""
+    """Settles the missing rows of the partition; returns how many."""
     missing = snapshot.rows_missing(told.partition)
     if missing is None:
         return 0
@@ -72,10 +75,9 @@ async def repair(
     told: wire.TierPartition,
     copy: Callable[[Upload], Awaitable[Uploaded]],
 ) -> int:
-    """Copy again what the local log still has of the stretches where rows are missing; how many
-    rows came back.  Raises `UnsupportedFeature` for a compacted topic: superseded rows would come
-    back without the tombstones that followed them.
-    """
+    """Copies the ranges with missing rows again, as far as the local log still holds them; returns
+    how many rows were restored.  Raises `UnsupportedFeature` for a compacted topic: superseded rows
+    would return without the tombstones that followed them."""
     if "compact" in told.configs["cleanup_policy"]:
         raise errors.UnsupportedFeature(
             f"{told.topic} is compacted: its deleted rows cannot be told from superseded ones; "
@@ -106,7 +108,7 @@ async def _refill(
         if done.add is not None:
             request.adds.append(done.add)
         if done.end <= at:
-            return 0  # the log has nothing there (F1)
+            return 0  # the log has no rows there (F1)
         at = done.end
     for file in stretch.files:
         request.removes.add(path=file.path, partition=told.partition, rows=file.rows)

@@ -1,20 +1,20 @@
-"""What the tier process takes of the machine: priority, threads, memory.
+"""Sets what the tier process takes of the machine: priority, threads, memory.
 
-Called once, before Arrow and deltalake are loaded; only the tier's own process does it.
+Only the tier's own process calls this, once, before Arrow and deltalake are loaded.
 
-The process runs at a slightly lower priority (rule P1, server/node/run_config.py) and no lower: to
-copy a record costs two to three times the CPU time that the broker spends to take it in
-(`make soak` tells both), and on a busy machine the copier must still get it.  The broker keeps what
-is not
-tiered: a copier that is behind for ever fills its disk.
+The process runs at a slightly lower priority than the broker (rule P1, server/node/run_config.py),
+and no lower.  Copying a record costs two to three times the CPU time that the broker spends on
+appending it (`make soak` reports both), and on a busy machine the copier must still get that time.
+The broker keeps records that are not tiered: a copier that stays behind fills the broker's disk.
 
 Rules
-  Z1  the number of threads is fixed, not the machine's: a few copy, the rest waits for the store
-  Z2  memory that was used once is used again.  Each allocator of the process has one heap for all
-      threads: a heap or cache per thread adds up with every thread that comes and goes.  glibc's
-      (Python, numpy, Parquet) keeps what was freed, because it holds the large blocks that every
-      file needs; a page given back and asked for again costs more than what is done with it.
-      deltalake's gives back at once: it needs much for a moment, when a checkpoint is written
+  Z1  The number of threads is fixed, whatever the machine: a few copy, the others wait for the
+      store.
+  Z2  Memory is reused.  Each allocator of the process has one heap for all threads: a heap or cache
+      per thread grows with every thread that starts and ends.  glibc's allocator (Python, numpy,
+      Parquet) keeps freed memory, because every file needs large blocks, and returning a page to
+      the kernel and getting it back costs more than using it.  deltalake's allocator returns memory
+      immediately, because deltalake needs much only briefly, when a checkpoint is written.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ from __future__ import annotations
 import ctypes
 import os
 
-#: deltalake's runtime: a table has one commit a second at most, and one call at a time.
+#: Threads of deltalake's runtime: a table has one commit a second at most, and one call at a time.
 DELTA_THREADS = 2
-#: Arrow's own pools do next to nothing here: files are written by the upload threads themselves.
+#: Arrow's own pools have little work here: the upload threads themselves write the files.
 ARROW_THREADS = 1
-#: The allocator inside deltalake.
+#: Settings of the allocator inside deltalake.
 DELTA_MALLOC = "narenas:1,tcache:false,dirty_decay_ms:0,muzzy_decay_ms:0,background_thread:false"
-#: Blocks up to this size come from glibc's heap (the most it allows); a read's buffer is 4 MiB.
+#: Blocks up to this size come from glibc's heap (its maximum); a read's buffer is 4 MiB.
 HEAP_BLOCK_BYTES = 32 * 1024 * 1024
-#: So much free memory at its end glibc's heap keeps.
+#: Free memory that glibc keeps at the end of its heap.
 HEAP_KEPT_BYTES = 64 * 1024 * 1024
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 
 def configure() -> None:
-    """Z1, Z2.  What the user's environment says of deltalake stands."""
+    """Limits threads and memory (Z1, Z2).  Environment variables that the user has set for
+    deltalake keep their values."""
     os.environ.setdefault("TOKIO_WORKER_THREADS", str(DELTA_THREADS))
     os.environ.setdefault("_RJEM_MALLOC_CONF", DELTA_MALLOC)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # another C library's allocator looks after itself
+    if mallopt is not None:  # other C libraries' allocators need no settings
         mallopt(_M_ARENA_MAX, 1)
         mallopt(_M_MMAP_THRESHOLD, HEAP_BLOCK_BYTES)
         mallopt(_M_TRIM_THRESHOLD, HEAP_KEPT_BYTES)

@@ -1,6 +1,6 @@
-"""Row groups of Parquet data files: decoded, verified, clipped, in offset order (rule T10).
+"""Row groups of Parquet data files: read, verified, cut and sorted by offset (rule T10).
 
-Both readers of the tier use this one: the broker's cold reads (tiering/reader), which fetch byte
+Both readers of the tier use this module: the broker's cold reads (tiering/reader), which fetch byte
 ranges and cache rows, and Spark's (sparkconnector/tier_scan), which read through an Arrow file.
 
     read_rows        row groups of an open file
@@ -11,8 +11,8 @@ ranges and cache rows, and Spark's (sparkconnector/tier_scan), which read throug
     in_offset_order  the rows of a range, sorted
     merge            the rows of a range from row groups whose offsets overlap
 
-Every page is compared with its checksum.  What was decoded is compared with the footer's row count
-and offsets.  A file of outside maintenance is verified as far as its pages have checksums.
+Every page is compared with its checksum.  Decoded rows are compared with the footer's row count and
+offsets.  Files of outside maintenance are verified as far as their pages have checksums.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NEVER_NULL = ("offset", "timestamp")
 
 
 class _Window(io.RawIOBase):
-    """A file of which only some parts are at hand, each with where it starts."""
+    """A file of which only some parts are in memory, each with its start."""
 
     def __init__(self, parts: Sequence[tuple[int, bytes]], size: int) -> None:
         super().__init__()
@@ -79,13 +79,13 @@ def read_rows(
     *,
     buffered: bool = False,
 ) -> pa.RecordBatch:
-    """The rows of `groups`, as they are stored, in the columns of `schema`.
+    """Returns the rows of `groups`, as they are stored, in the columns of `schema`.
 
     source: an open file of Arrow's, or a Python file object
     buffered: Arrow fetches all column chunks at once and decodes them on its threads
 
-    Raises `UnreadableFile` if the bytes are damaged.  `source` may also have failed: Arrow's errors
-    do not tell the two apart.
+    Raises `UnreadableFile` if the bytes are damaged, or if `source` failed: Arrow's errors do not
+    distinguish the two.
     """
     names = None if schema is FILE_SCHEMA else schema.names
     numbers = [group.number for group in groups]
@@ -108,7 +108,7 @@ def read_rows(
 def read_group(
     footer: Footer, group: Group, data: bytes, file_size: int, schema: pa.Schema = FILE_SCHEMA
 ) -> pa.RecordBatch:
-    """The rows of one row group, in the columns of `schema`; `data` are its bytes.
+    """Returns the rows of one row group, in the columns of `schema`; `data` are its bytes.
 
     Raises `UnreadableFile`.
     """
@@ -118,7 +118,8 @@ def read_group(
 def read_times(
     footer: Footer, group: Group, parts: Sequence[bytes], file_size: int
 ) -> pa.RecordBatch:
-    """The rows of one row group in the columns of TIMES; `parts` are the bytes of `group.times`.
+    """Returns the rows of one row group in the columns of TIMES; `parts` are the bytes of
+    `group.times`.
 
     Raises `UnreadableFile`.
     """
@@ -140,12 +141,12 @@ def _read_parts(
 
 
 def canonical(table: pa.Table, schema: pa.Schema = FILE_SCHEMA) -> pa.RecordBatch:
-    """Rows read from any file of the table (outside maintenance may have written it) in our
-    columns, or some of them.
+    """Returns rows read from any file of the table in pk's columns, or some of them.  Outside
+    maintenance may have written the file.
 
-    A rewriter writes every column of the table's schema, those that are all null too; the schema
-    has had all of them since its first version.  So a column that is missing was lost, and nulls in
-    its place would be false.  Raises `UnreadableFile`.
+    A rewriter writes every column of the table's schema, including those that are all null.  The
+    schema has had all columns since its first version.  A missing column was therefore lost, and
+    nulls in its place would be wrong.  Raises `UnreadableFile`.
     """
     arrays = []
     for field in schema:
@@ -166,10 +167,10 @@ def canonical(table: pa.Table, schema: pa.Schema = FILE_SCHEMA) -> pa.RecordBatc
 
 
 def in_offset_order(rows: pa.RecordBatch, start: Offset, end: Offset) -> pa.RecordBatch:
-    """The rows with offsets in `[start, end)`, in offset order, each offset once.
+    """Returns the rows with offsets in `[start, end)`, in offset order, each offset once.
 
-    A view of `rows` if they are in order.  Else a copy that holds no other rows: outside
-    maintenance may have scattered offsets over the row groups (rule T10).
+    The result is a view of `rows` if they are in order.  Otherwise it is a copy that holds no other
+    rows: outside maintenance may have scattered offsets over the row groups (rule T10).
     """
     offsets = rows.column("offset").to_numpy()
     if len(offsets) < 2 or bool((offsets[1:] > offsets[:-1]).all()):
@@ -183,16 +184,16 @@ def in_offset_order(rows: pa.RecordBatch, start: Offset, end: Offset) -> pa.Reco
 
 
 def clipped(rows: pa.RecordBatch, start: Offset, end: Offset) -> pa.RecordBatch:
-    """The rows with offsets in `[start, end)`, as they are stored.  The result holds no others, so
-    that the row group can be freed."""
+    """Returns the rows with offsets in `[start, end)`, as they are stored.  The result references
+    no other rows, so that the row group can be freed."""
     offsets = rows.column("offset").to_numpy()
     inside = np.flatnonzero((offsets >= start) & (offsets < end))
     return rows if len(inside) == len(offsets) else rows.take(pa.array(inside))
 
 
 def merge(groups: Iterable[pa.RecordBatch], start: Offset, end: Offset) -> pa.RecordBatch | None:
-    """The rows with offsets in `[start, end)` of row groups that overlap, in offset order, each
-    offset once; None = there are no row groups.
+    """Returns the rows with offsets in `[start, end)` of row groups that overlap, in offset order,
+    each offset once; None = there are no row groups.
 
     Memory: the result, twice, and one row group at a time of an iterator.
     """

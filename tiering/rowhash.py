@@ -1,7 +1,8 @@
-"""A hash per row, computed column-wise, whose sums tell whether two sets of rows are the same.
+"""Computes a hash per row, column-wise.  The sums of the hashes show whether two sets of rows are
+equal.
 
-The tier keeps a running sum of row hashes per partition in the table (rule T2): audit and
-compaction compare it with what the files hold.  It guards against mistakes, not against malice.
+The tier keeps a running sum of row hashes per partition in the table (rule T2).  Audit and
+compaction compare it with the content of the files.  It detects mistakes, not forgery.
 
 Definition, all arithmetic modulo 2^64, `R` = 0x9E3779B97F4A7C15 (odd):
   bytes(b)  = mix(sum of word[j] * R^j, plus len(b) * 0xD6E8FEB86659FD93), where word[j] are the
@@ -12,11 +13,11 @@ Definition, all arithmetic modulo 2^64, `R` = 0x9E3779B97F4A7C15 (odd):
   row       = mix(offset * c0 + timestamp in ms * c1 + key * c2 + value * c3 + headers * c4)
               modulo 2^63
   mix       = the 64-bit finaliser of MurmurHash3
-A sum is taken modulo 2^63.  The offset is in the row's hash, so equal rows at swapped offsets
-differ.
+A sum is taken modulo 2^63.  The offset is part of the row's hash, so swapping the offsets of two
+rows changes the sum.
 
-Rows of as many words are hashed together, as a matrix of words times the powers of R: the loops
-below run per number of words and block, never per row.
+Rows with the same number of words are hashed together, as a matrix of words times the powers of R.
+The loops below run per number of words and per block, never per row.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ _COLUMNS = tuple(
 _33 = np.uint64(33)
 _MIX_1 = np.uint64(0xFF51AFD7ED558CCD)
 _MIX_2 = np.uint64(0xC4CEB9FE1A85EC53)
-#: What a column of nulls adds to every row.
+#: The term that a column of nulls adds to every row's hash.
 _NULL_TIMES = {c: np.uint64(int(_NULL) * int(c) % 2**64) for c in _COLUMNS}
-#: Bytes of rows that are hashed at a time: they stay in the cache.
+#: Bytes of rows that are hashed at a time, so that they stay in the CPU's cache.
 _BLOCK_BYTES = 1 << 17
 
 
@@ -67,12 +68,12 @@ def _powers(base: int, count: int) -> U64:
 
 
 _POWERS = _powers(_R, 1 << 10)
-#: Which bytes of a row's last word are its own, by its length modulo 8.
+#: Masks the bytes of a row's last word that belong to the row, by its length modulo 8.
 _TAILS: U64 = np.array([2**64 - 1, *((1 << 8 * n) - 1 for n in range(1, 8))], np.uint64)
 
 
 def _mix(values: U64) -> U64:
-    """Mixed in place: `values` is the caller's to give."""
+    """Mixes `values` in place and returns them."""
     shifted = values >> _33
     values ^= shifted
     values *= _MIX_1
@@ -89,7 +90,7 @@ def _powers_of(words: int) -> U64:
 
 
 def _adjoining(data: npt.NDArray[np.uint8], count: int, length: int) -> U64:
-    """The sums of `count` rows of one `length` without anything between them: a matrix already."""
+    """Returns the sums of `count` adjoining rows of the same `length`, a matrix already."""
     words = (length + 7) // 8
     powers = _powers_of(words)
     matrix = data.reshape(count, length)
@@ -105,10 +106,10 @@ def _adjoining(data: npt.NDArray[np.uint8], count: int, length: int) -> U64:
 
 
 def _scattered(data: npt.NDArray[np.uint8], starts: I64, lengths: I64, words: int) -> U64:
-    """The sums of the rows of `words` words each that begin at `starts`.
+    """Returns the sums of the rows of `words` words each that begin at `starts`.
 
-    Their last words are read to the end, whatever stands there, and then cut: seven bytes more of
-    `data` than the rows take are asked for.
+    The last word of a row is read whole and then masked.  `data` must therefore extend seven bytes
+    beyond the rows.
     """
     count, width = len(starts), 8 * words
     powers = _powers_of(words)
@@ -126,7 +127,7 @@ def _scattered(data: npt.NDArray[np.uint8], starts: I64, lengths: I64, words: in
 
 
 def hash_bytes(column: pa.Array) -> U64:
-    """One hash per row of a binary or string column."""
+    """Returns one hash per row of a binary or string column."""
     rows = len(column)
     if not rows:
         return np.zeros(0, np.uint64)
@@ -154,7 +155,7 @@ def hash_bytes(column: pa.Array) -> U64:
 
 
 def _add_scattered(hashed: U64, data: npt.NDArray[np.uint8], starts: I64, lengths: I64) -> None:
-    """Add each row's sum to `hashed`, the rows of one number of words at a time."""
+    """Adds each row's sum to `hashed`, the rows of one number of words at a time."""
     readable = np.concatenate([data, np.zeros(7, np.uint8)])
     words = (lengths + 7) >> 3
     order = np.argsort(words, kind="stable")
@@ -189,7 +190,7 @@ def _hash_headers(column: pa.Array) -> U64:
 
 
 def hash_rows(rows: pa.RecordBatch) -> U64:
-    """One hash in [0, 2^63) per row of a batch with the columns of the tier's files."""
+    """Returns one hash in [0, 2^63) per row of a batch with the columns of the tier's files."""
     if not rows.num_rows:
         return np.zeros(0, np.uint64)
     stamps = rows.column("timestamp")
@@ -214,5 +215,5 @@ def hash_rows(rows: pa.RecordBatch) -> U64:
 
 
 def row_sum(rows: pa.RecordBatch) -> int:
-    """Sum of the row hashes modulo 2^63."""
+    """Returns the sum of the row hashes modulo 2^63."""
     return int(hash_rows(rows).sum(dtype=np.uint64)) % SUM_MODULUS

@@ -1,4 +1,4 @@
-"""The real tier's hands: store, tables, and the threads of both."""
+"""The tier's real store and tables, and the threads of both."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ UPLOAD_THREADS = 2
 
 
 class RealTier:
-    """What a tier process on this operating system works with.
+    """The store, tables and threads of a tier process on this operating system.
 
-    Raises `StoreRefused` for an URL that pk has not been tried on.
+    Raises `StoreRefused` for a URL of a kind that pk has not been tried on.
     """
 
     def __init__(self, server: Mapping[str, Any], clock: Clock) -> None:
@@ -38,11 +38,11 @@ class RealTier:
         )
 
     def view(self, path: str) -> tuple[Storage, str]:
-        """The storage and path of a live partition's directory."""
+        """Returns the storage and path of a live partition's directory."""
         return self._whole, path.lstrip("/")
 
     async def close(self) -> None:
-        """Let go of threads and connections; what runs in them ends by its own deadline."""
+        """Releases threads and connections; running calls end by their own deadlines."""
         self._reads.shutdown(wait=False, cancel_futures=True)
         self._uploads.shutdown(wait=False, cancel_futures=True)
         await self.tables.close()

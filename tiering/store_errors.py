@@ -1,6 +1,6 @@
-"""What a store's error says to a person: one sentence that names the cause and what to do.
+"""Translates a store's error for a person: one sentence that names the cause and the remedy.
 
-Object stores answer with XML, their libraries wrap that in Python's and Rust's error chains, with
+Object stores answer with XML.  Their libraries wrap it in Python's and Rust's error chains, with
 terminal colours, whole requests and signatures.  None of that helps the operator who reads it.
 """
 
@@ -10,8 +10,8 @@ import re
 
 WORDS_MAX = 200
 
-#: What a text contains, in lower case → what it means.  The first match counts: a store says
-#: "forbidden" for a wrong clock, too.
+#: Texts that an error may contain, in lower case → its meaning.  The first match counts: a store
+#: says "forbidden" for a wrong clock, too.
 _MEANINGS: tuple[tuple[tuple[str, ...], str], ...] = (
     (
         ("requesttimetooskewed", "difference between the request time"),
@@ -56,7 +56,7 @@ _REQUEST = re.compile(r"\s*Error performing [A-Z]+ \S+ in \S+?(, after [^-]*)? -
 
 
 def error_text(text: str) -> str:
-    """The sentence for a store's error, without a full stop."""
+    """Returns the sentence for a store's error, without a full stop."""
     low = text.lower()
     for signs, meaning in _MEANINGS:
         if any(sign in low for sign in signs):

@@ -1,8 +1,8 @@
-"""The tier's settings block, translated once for both libraries that touch the store (rule T14).
+"""Translates the tier's settings for both libraries that access the store (rule T14).
 
-Data files go through fsspec (`fsspec_store.py`), the Delta log through deltalake (`delta.py`); both
-must mean the same bucket, endpoint, credentials and deadlines.  Secrets never leave `for_*`:
-`public` is what people and `describe_tier` see.
+Data files go through fsspec (`fsspec_store.py`), the Delta log through deltalake (`delta.py`).
+Both must use the same bucket, endpoint, credentials and deadlines.  Only the `for_*` methods return
+secrets; users and `describe_tier` see `public`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pk import errors
 
 #: Schemes that have been tried against a real store.
 SCHEMES = ("file", "s3")
-#: Schemes both libraries know, refused until they have been tried.
+#: Schemes that both libraries know; refused until they have been tried.
 UNTRIED = ("gs", "gcs", "az", "abfs", "abfss", "azure", "s3a", "r2", "hdfs", "oss", "adl")
 
 
 @dataclass(slots=True, frozen=True)
 class StoreSettings:
-    """Where the tier is and how to reach it."""
+    """The URL of the tier and how to access it."""
 
     url: str
     endpoint_url: str = ""
@@ -34,8 +34,8 @@ class StoreSettings:
 
     @staticmethod
     def of(server: Mapping[str, Any]) -> StoreSettings:
-        """From resolved `settings.SERVER`.  Raises `StoreRefused` for a scheme that is not
-        tried."""
+        """Builds the settings from resolved `settings.SERVER`.  Raises `StoreRefused` for a scheme
+        that has not been tried."""
         url = str(server["tier_url"]).rstrip("/")
         check_url(url)
         return StoreSettings(
@@ -54,22 +54,23 @@ class StoreSettings:
 
     @property
     def directory(self) -> str:
-        """Of a file:// URL: the directory."""
+        """Returns the directory of a file:// URL."""
         assert self.scheme == "file", self.url
         return unquote(urlsplit(self.url).path) or "/"
 
     @property
     def bucket(self) -> str:
-        """Of an s3:// URL."""
+        """Returns the bucket of an s3:// URL."""
         return urlsplit(self.url).netloc
 
     @property
     def prefix(self) -> str:
-        """Of an s3:// URL: what stands before every key, without slashes at its ends."""
+        """Returns the prefix of every key of an s3:// URL, without slashes at its ends."""
         return urlsplit(self.url).path.strip("/")
 
     def for_deltalake(self) -> dict[str, str]:
-        """Storage options of deltalake: fail fast, the owner's back-off does the waiting."""
+        """Returns storage options of deltalake that fail fast: the owner's back-off does the
+        waiting."""
         if self.scheme != "s3":
             return {}
         options = {
@@ -88,7 +89,7 @@ class StoreSettings:
         return options
 
     def for_s3fs(self) -> dict[str, Any]:
-        """Arguments of s3fs.S3FileSystem."""
+        """Returns the arguments of s3fs.S3FileSystem."""
         seconds = self.timeout_ms / 1000
         arguments: dict[str, Any] = {
             "client_kwargs": {"region_name": self.region},
@@ -109,7 +110,7 @@ class StoreSettings:
         return arguments
 
     def public(self) -> dict[str, str]:
-        """What a user needs to open the table elsewhere, without secrets."""
+        """Returns what a user needs to open the table elsewhere, without secrets."""
         if self.scheme != "s3":
             return {}
         shown = {"AWS_REGION": self.region}

@@ -1,15 +1,15 @@
-"""A topic's table as the owner sees it: snapshots, exact commits, and a fake that keeps the same
-promises.
+"""A topic's table as the owner uses it: snapshots, exact commits, and a fake with the same
+guarantees.
 
-The protocol is small on purpose: `load` the newest version, `commit` on exactly the version that
-was loaded.  The real one is `delta.py`; `MemoryTable` here is for the simulator and the property
-tests; both pass one contract suite (tests/contract/test_table.py).
+The protocol is small: `load` the newest version, `commit` on exactly the version that was loaded.
+`delta.py` has the real implementation.  `MemoryTable` here serves the simulator and the property
+tests; both pass the same contract tests (tests/contract/test_table.py).
 
 Invariants
-  D1  a commit lands only if the version it read is still the newest one (rule T3); nothing is
-      rebased.
-  D2  `commit` that raises may have landed: the caller reloads and looks for its own work (rule T5).
-  D3  a snapshot never changes; a later version is another snapshot.
+  D1  A commit lands only if the version it read is still the newest (rule T3); nothing is rebased.
+  D2  A `commit` that raises may have landed: the caller reloads and looks for its own change (rule
+      T5).
+  D3  A snapshot never changes; a later version is another snapshot.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from pk.tiering.layout import PartitionCounters
 from pk.tiering.log_check import FileSums
 from pk.types import Offset
 
-#: Asked before files are deleted.
+#: Called before files are deleted; False = delete none.
 MayDelete = Callable[[], Awaitable[bool]]
 
 
 async def always() -> bool:
-    """Nothing speaks against it."""
+    """Returns True: nothing forbids the deletion."""
     return True
 
 
 @dataclass(slots=True, frozen=True)
 class TableProtocol:
-    """What a reader and a writer must understand (rule T8)."""
+    """The protocol that readers and writers of a table must support (rule T8)."""
 
     reader: int = layout.READER_VERSION
     writer: int = layout.WRITER_VERSION
@@ -92,24 +92,25 @@ class Snapshot:
         self._missing: dict[int, RowsMissing | None] = {}
 
     def rows_missing(self, partition: int) -> RowsMissing | None:
-        """What this version lacks of `partition` (rule T17); None = nothing."""
+        """Returns the missing rows of `partition` in this version (rule T17); None = no row is
+        missing."""
         if partition not in self._missing:
             self._missing[partition] = accounting.rows_missing(self, partition)
         return self._missing[partition]
 
     @property
     def sums(self) -> FileSums:
-        """The live files in numbers, as a commit states them (log_check.py)."""
+        """Returns number and hashes of the live files, as a commit states them (log_check.py)."""
         if self._sums is None:
             self._sums = FileSums().plus(self.files.values())
         return self._sums
 
     def partition(self, partition: int) -> PartitionCounters:
-        """The counters of `partition`; zeros if the table has none yet."""
+        """Returns the counters of `partition`; zeros if the table has none yet."""
         return self.counters.get(partition, _NO_COUNTERS)
 
     def files_of(self, partition: int) -> Sequence[DataFile]:
-        """Files of `partition` by smallest offset."""
+        """Returns the files of `partition` by smallest offset."""
         if self._by_partition is None:
             grouped: dict[int, list[DataFile]] = {}
             for file in self.files.values():
@@ -120,7 +121,7 @@ class Snapshot:
         return self._by_partition.get(partition, ())
 
     def covering(self, partition: int, start: Offset, end: Offset) -> list[DataFile]:
-        """Files that may hold offsets of `[start, end)`, by smallest offset."""
+        """Returns the files that may hold offsets of `[start, end)`, by smallest offset."""
         files = self.files_of(partition)
         stop = bisect.bisect_left(files, end, key=lambda file: file.min_offset)
         return [file for file in files[:stop] if file.max_offset >= start]
@@ -129,7 +130,7 @@ class Snapshot:
         return sum(file.size for file in self.files_of(partition))
 
     def after(self, commit: Commit, version: int) -> Snapshot:
-        """What the table is once `commit` has landed as `version`."""
+        """Returns the table's snapshot once `commit` has landed as `version`."""
         files = dict(self.files)
         for path in commit.removes:
             del files[path]
@@ -138,19 +139,19 @@ class Snapshot:
         counters = {**self.counters, **commit.counters}
         later = Snapshot(version, self.table_id, files, counters, self.protocol)
         later._sums = self.sums_after(commit)
-        # Only other engines take rows away without counting them.
+        # Only other engines remove rows without counting them.
         later._missing = {p: None for p, known in self._missing.items() if known is None}
         if self._by_partition is not None:
             later._by_partition = self._regrouped(commit)
         return later
 
     def sums_after(self, commit: Commit) -> FileSums:
-        """`sums` once `commit` has landed."""
+        """Returns `sums` once `commit` has landed."""
         left = self.sums.plus([self.files[path] for path in commit.removes], -1)
         return left.plus([new.file for new in commit.adds])
 
     def _regrouped(self, commit: Commit) -> dict[int, list[DataFile]]:
-        """The sorted lists again, only those anew that the commit touches."""
+        """Returns the files by partition; only lists that the commit touches are sorted again."""
         assert self._by_partition is not None
         gone = dict.fromkeys(commit.removes)
         touched = dict.fromkeys(self.files[path].partition for path in commit.removes)
@@ -172,7 +173,7 @@ def _by_offset(file: DataFile) -> tuple[Offset, Offset, str]:
 
 @dataclass(slots=True, frozen=True)
 class Commit:
-    """One version to be written on top of `read` and nothing else (D1)."""
+    """One version, to be written on top of `read` and of no other version (D1)."""
 
     read: Snapshot
     adds: tuple[NewFile, ...] = ()
@@ -182,7 +183,8 @@ class Commit:
 
     @property
     def blind(self) -> bool:
-        """A pure append (rule T7): it read no file, so outside maintenance need not fear it."""
+        """Returns whether the commit only appends (rule T7).  It read no file, so it does not
+        conflict with outside maintenance."""
         return not self.removes
 
 
@@ -193,41 +195,42 @@ class Table(Protocol):
     def uri(self) -> str: ...
 
     async def load(self, partitions: Sequence[int]) -> Snapshot | None:
-        """The newest version with the counters of `partitions`; None if there is no table.
+        """Returns the newest version with the counters of `partitions`; None if there is no table.
 
-        Raises `TierUnavailable`, or `TierTableChanged` if it was re-created, rolled back or
+        Raises `TierUnavailable`, or `TierTableChanged` if the table was re-created, rolled back or
         altered.
         """
         ...
 
     async def create(self) -> Snapshot:
-        """Make the table (rule T7).  One that exists meanwhile is loaded."""
+        """Creates the table (rule T7).  If it exists meanwhile, loads it."""
         ...
 
     async def commit(self, commit: Commit) -> Snapshot:
-        """Write one version (D1).  Any error means: the outcome is unknown (D2)."""
+        """Writes one version (D1).  After any error the outcome is unknown (D2)."""
         ...
 
     async def vacuum(self, retention_ms: int, may_delete: MayDelete) -> int | None:
-        """Delete files whose removal is older than `retention_ms`; returns how many.
+        """Deletes files that were removed more than `retention_ms` ago; returns how many.
 
-        `may_delete` is asked once it is known which: False = none is, and the answer is None.
+        `may_delete` is called once the files are known; if it returns False, no file is deleted and
+        the answer is None.
         """
         ...
 
 
 class TableFactory(Protocol):
-    """Where tables come from; also probes the store at start-up (rule T14)."""
+    """Creates the handles of tables; also probes the store at start-up (rule T14)."""
 
     def table(self, topic: str, topic_id: str) -> Table: ...
 
     async def probe(self, attempt: str) -> None:
-        """Raises `StoreRefused` if the store does not honour put-if-absent, `TierUnavailable` if
-        away."""
+        """Raises `StoreRefused` if the store does not honour put-if-absent, `TierUnavailable` if it
+        does not answer."""
         ...
 
     def describe(self) -> dict[str, str]:
-        """Storage options without secrets."""
+        """Returns the storage options without secrets."""
         ...
 
 
@@ -264,8 +267,8 @@ def check_successor(uri: str, old: Snapshot | None, new: Snapshot) -> None:
 
 
 def check_known(uri: str, found: Snapshot, said: Snapshot) -> None:
-    """What a load of the fake compares: the version that was found with the one that its commits
-    say (log_check.py).  Raises `TierTableChanged`."""
+    """Compares the version that the fake loads with the version that its commits state
+    (log_check.py).  Raises `TierTableChanged` if they differ."""
     log_check.check_names(uri, found.version, found.files.values())
     log_check.check_sums(uri, found.version, found.files.values(), said.sums)
     for partition, counters in found.counters.items():
@@ -279,8 +282,8 @@ def check_known(uri: str, found: Snapshot, said: Snapshot) -> None:
 class MemoryTables:
     """Tables in memory, with the exact-commit semantics and the faults of a real store.
 
-    `before_commit` and `after_commit` are called around the moment a commit lands and may raise: a
-    raise before is a lost request, a raise after is a lost reply (the commit has landed, D2).
+    `before_commit` and `after_commit` are called before and after a commit lands, and may raise.  A
+    raise before is a lost request; a raise after is a lost reply (the commit has landed, D2).
     """
 
     def __init__(self, root: str = "memory://tier") -> None:
@@ -302,25 +305,25 @@ class MemoryTables:
         return {}
 
     def drop(self, uri: str) -> None:
-        """Someone deletes the table."""
+        """Deletes the table, as an operator might."""
         self.states.pop(uri, None)
 
     def roll_back(self, uri: str, versions: int) -> None:
-        """Someone removes the newest versions from the log."""
+        """Removes the newest versions from the log, as a restored backup does."""
         del self.states[uri].versions[-versions:]
 
     def damage(self, uri: str, altered: Callable[[Snapshot], Snapshot]) -> None:
-        """Bits of the log flip: what is loaded from now on is `altered`, of which no commit says
-        so (rule T2)."""
+        """Flips bits of the log: every load returns `altered` from now on, which differs from what
+        the commits state (rule T2)."""
         self.states[uri].altered = altered
 
     def repair(self, uri: str) -> None:
-        """Somebody restores the log."""
+        """Restores the log, as an operator would."""
         if uri in self.states:
             self.states[uri].altered = None
 
     def rewrite(self, uri: str, old: Sequence[str], new: Sequence[DataFile]) -> None:
-        """Outside maintenance (OPTIMIZE): replaces files without changing the data."""
+        """Replaces files without changing the data, as outside maintenance (OPTIMIZE) does."""
         state = self.states[uri]
         newest = state.versions[-1]
         adds = tuple(NewFile(file, 0, data_change=False) for file in new)
@@ -340,12 +343,13 @@ class MemoryTables:
 @dataclass(slots=True)
 class _TableState:
     versions: list[Snapshot]
-    altered: Callable[[Snapshot], Snapshot] | None = None  #: what flipped bits make of a version
+    #: the version that the flipped bits produce
+    altered: Callable[[Snapshot], Snapshot] | None = None
     tombstones: list[str] = field(default_factory=list)
 
 
 class MemoryTable:
-    """One fake table; several may stand for one uri, as several processes hold handles."""
+    """One fake table.  Several objects may stand for one uri, as several processes hold handles."""
 
     def __init__(self, tables: MemoryTables, uri: str, topic_id: str) -> None:
         self._tables = tables
@@ -400,5 +404,5 @@ class MemoryTable:
 
 
 def moved(file: DataFile, path: str) -> DataFile:
-    """The same rows under another name (what an OPTIMIZE of one file does)."""
+    """Returns a file with the same rows under another name (as an OPTIMIZE of one file does)."""
     return replace(file, path=path)

@@ -1,20 +1,21 @@
-"""Which files a vacuum deletes: those the log has removed for long enough, each once.
+"""Decides which files a vacuum deletes: those that the log removed long enough ago, each once.
 
-deltalake finds them by reading the whole log, and names a file again at every vacuum for as long as
-its tombstone stands (a week): with a short interval that was more work than the copying, and it
-grew.  What our own commits remove we know; the log is read only for removals that may be somebody
-else's, or older than this process.
+deltalake finds these files by reading the whole log, and names a file at every vacuum as long as
+its tombstone exists (a week).  With a short interval, that cost more than the copying, and it grew.
+The removals of this process's own commits are known without the log.  The log is read only for
+removals that another engine or process may have made, or that are older than this process.
 
 Invariants
-  M1  a file is to be deleted only if a commit removed it at least the retention ago.  How long ago
-      this process removed one, a monotonic clock says: all times here but `RemovalDates` are its.
-  M2  after `foreign(t)`, the log is read by every vacuum up to and including the first one after
-      t + retention: later than that, nothing removed before t is missing here.
-  M3  memory: paths of own removals not yet deleted, at most PATHS_MAX (more: back to the log), and
-      of what the log still names although it is gone.
-  M4  the wall clock that dates a removal for other processes, and for this one's next life, may be
-      behind: the date is never before a time that the store or an earlier commit has shown.  One
-      that was written by a clock that was ahead makes later removals wait.
+  M1  A file is deleted only if a commit removed it at least the retention ago.  The age of an own
+      removal is measured with a monotonic clock: all times here but those of `RemovalDates` are its
+      times.
+  M2  After `foreign(t)`, every vacuum reads the log, up to and including the first one after t +
+      retention.  From then on, no removal made before t is missing here.
+  M3  Memory is bounded: at most PATHS_MAX paths of own removals that are not deleted yet (with
+      more, the log is read again), and the paths of deleted files that the log still names.
+  M4  The wall clock that dates a removal for other processes, and for this process after a restart,
+      may be behind.  The date is never before a time that the store or an earlier commit has shown.
+      A date written by a clock that was ahead makes later removals wait.
 """
 
 from __future__ import annotations
@@ -26,47 +27,46 @@ PATHS_MAX = 100_000
 
 
 class Tombstones:
-    """What was removed from one table and not deleted yet.  Pure."""
+    """The files that a table's commits removed and that are not deleted yet.  Pure."""
 
     def __init__(self, now_ms: int) -> None:
         self._removed: deque[tuple[int, str]] = deque()  #: (when, path), oldest first
-        self._gone: set[str] = set()  #: deleted here, perhaps still named by the log
-        self._foreign_ms = now_ms  #: the log may name removals before this that are not known
-        self._looked_ms: int | None = None  #: the log was read since
+        self._gone: set[str] = set()  #: deleted here, but perhaps still named by the log
+        self._foreign_ms = now_ms  #: the log may name unknown removals made before this time
+        self._looked_ms: int | None = None  #: when the log was read since then; None = not yet
 
     def foreign(self, now_ms: int) -> None:
-        """Another version than our own commit's was loaded."""
+        """Notes that a version was loaded that this process did not commit."""
         self._foreign_ms, self._looked_ms = now_ms, None
 
     def removed(self, paths: Iterable[str], now_ms: int) -> None:
-        """Our own commit removed them."""
+        """Notes files that this process's own commit removed."""
         self._removed += [(now_ms, path) for path in paths]
         if len(self._removed) > PATHS_MAX:
             self._removed.clear()
             self.foreign(now_ms)
 
     def must_look(self, retention_ms: int) -> bool:
-        """Whether the next vacuum must read the log (M2)."""
+        """Returns whether the next vacuum must read the log (M2)."""
         return self._looked_ms is None or self._looked_ms < self._foreign_ms + retention_ms
 
     def looked(self, named: Sequence[str], now_ms: int) -> list[str]:
-        """What the log names as deletable at `now_ms` and was not deleted here yet; of own removals
-        `expired` knows better how old they are (M1).
-        """
+        """Returns the files that the log names as deletable at `now_ms` and that were not deleted
+        here yet.  Own removals are left out: `expired` knows their age better (M1)."""
         self._looked_ms = now_ms
         self._gone &= set(named)
         known = self._gone.union(path for _, path in self._removed)
         return [path for path in named if path not in known]
 
     def expired(self, retention_ms: int, now_ms: int) -> list[str]:
-        """Own removals that are old enough."""
+        """Returns the own removals that are old enough."""
         found = []
         while self._removed and self._removed[0][0] + retention_ms <= now_ms:
             found.append(self._removed.popleft()[1])
         return found
 
     def deleted(self, paths: Iterable[str], retention_ms: int) -> None:
-        """They are gone from the store."""
+        """Notes files that were deleted from the store."""
         if self.must_look(retention_ms):
             self._gone.update(paths)
         else:
@@ -74,19 +74,19 @@ class Tombstones:
 
 
 class RemovalDates:
-    """The dates that one table's commits write into their removals (M4).  Pure."""
+    """The dates that a table's commits write into their removals (M4).  Pure."""
 
     def __init__(self) -> None:
         self._newest_ms = 0
         self._known_ms = 0  #: by the monotonic clock
 
     def seen(self, date_ms: int, now_ms: int) -> None:
-        """It was not before `date_ms` when the monotonic clock stood at `now_ms`."""
+        """Notes that the true time is at least `date_ms` when the monotonic clock says `now_ms`."""
         if date_ms > self._at(now_ms):
             self._newest_ms, self._known_ms = date_ms, now_ms
 
     def date(self, wall_ms: int, now_ms: int) -> int:
-        """For a removal now; `wall_ms` is what the wall clock says."""
+        """Returns the date for a removal now; `wall_ms` is the wall clock's time."""
         self.seen(wall_ms, now_ms)
         return self._at(now_ms)
 

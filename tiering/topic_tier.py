@@ -1,4 +1,4 @@
-"""What a tier process keeps of one topic, and its totals."""
+"""The state that a tier process keeps of one topic, and its totals."""
 
 from __future__ import annotations
 
@@ -47,4 +47,5 @@ class TopicTier:
     owner: Owner
     led: dict[int, LedPartition] = field(default_factory=dict)
     damaged: DamagedFiles = field(default_factory=DamagedFiles)
-    missing: dict[int, RowsMissing] = field(default_factory=dict)  #: of the partitions led here
+    #: of the partitions led on this node
+    missing: dict[int, RowsMissing] = field(default_factory=dict)

@@ -1,12 +1,13 @@
-"""What one upload reads and makes: a stable range of a live log → the bytes of one file.
+"""Builds the file of one upload: a stable range of a live log → the bytes of one file.
 
-Runs in an upload lane, on a storage that another process writes (`log/readonly.py`): every read is
-bounded by the LSO that the leader vouched for.  Nothing here waits or retries; whoever asked does.
+Runs in an upload lane, on a storage that another process writes (`log/readonly.py`).  Every read is
+bounded by the LSO that the leader reported.  This module neither waits nor retries; the caller
+does.
 
-No checksum covers where a batch says that it begins, nor its leader epoch (log/batch.py).  Here the
-one must follow from the batch before it, and of the other the leader's word counts, not the disk's:
-what a bit that rotted moved or hid would be in no other file, and all replicas drop what the table
-seems to hold.
+No checksum covers a batch's base offset or its leader epoch (log/batch.py).  Therefore the base
+offset must follow from the batch before it, and the epoch is taken from the leader's report instead
+of from the disk.  A flipped bit could otherwise move or hide records; no other file would hold
+them, and all replicas delete local records that the table seems to hold.
 """
 
 from __future__ import annotations
@@ -27,25 +28,26 @@ from pk.tiering.output_buffer import OutputBuffer, OutputBufferFull
 from pk.types import NONE, AbortedTransaction, Epoch, Offset
 from pk.wire import pk_pb2 as wire
 
-#: Log bytes read at a time: memory is this, one decoded batch and the file being made.
+#: Log bytes read at a time.  Memory is this, one decoded batch and the file being built.
 READ_BYTES = 4 * 1024 * 1024
-#: A file of so many times its log bytes is not continued.
+#: A file that is this many times larger than its log bytes is ended early.
 GROWN_TIMES = 2
 
 
 @dataclass(slots=True, frozen=True)
 class PartitionDirectory:
-    """Where a partition's live segments are."""
+    """The directory of a partition's live segments, and facts about its log."""
 
     storage: Storage
     path: str
     decoded_bytes_max: int
-    dense: bool = True  #: batches follow each other without gaps: nothing was cleaned
-    epochs: tuple[tuple[Epoch, Offset], ...] = ()  #: of the log: (epoch, its first offset)
+    dense: bool = True  #: batches follow each other without gaps: no compaction has removed records
+    epochs: tuple[tuple[Epoch, Offset], ...] = ()  #: of the leader's log: (epoch, its first offset)
 
     def placed(self, header: Header, at: Offset, file: str, *, first: bool) -> Header:
-        """The header of the batch in `file` that holds `at`, or begins there unless it is the
-        `first` that was read, with the epoch that the log knows for it.  Raises `CorruptLog`."""
+        """Returns the header of the batch in `file` with the epoch that the leader's log has for
+        it.  The batch must begin at `at`; the `first` batch that was read need only contain `at`.
+        Raises `CorruptLog`."""
         begins = header.base_offset
         fits = begins <= at < header.next_offset if first else begins == at
         if self.dense and not fits:
@@ -60,7 +62,7 @@ class PartitionDirectory:
 
 @dataclass(slots=True, frozen=True)
 class Copied:
-    """`[start, end)` of the log as a file; no file if the range holds no rows."""
+    """The range `[start, end)` of the log as a file; no file if the range holds no rows."""
 
     end: Offset
     epoch: Epoch
@@ -75,11 +77,12 @@ def copy(
     aborted: Sequence[AbortedTransaction],
     buffer: OutputBuffer | None = None,
 ) -> Copied:
-    """Whole batches from `start` on, until about `max_bytes` of log or `limit`, built in `buffer`.
+    """Copies whole batches from `start` on into a file in `buffer`, until about `max_bytes` of log
+    or `limit`.
 
-    A file that comes out far larger than its log, where batches were compressed and rows are not,
-    ends early.  Raises `OffsetOutOfRange` if the range left the local log, `CorruptLog` or
-    `InvalidRecord` (rule L9).
+    A file ends early if it becomes far larger than its log, which happens where batches are
+    compressed and rows are not.  Raises `OffsetOutOfRange` if the range is no longer in the local
+    log, `CorruptLog` or `InvalidRecord` for damaged records (rule L9).
     """
     buffer = buffer or OutputBuffer()
     while True:
@@ -100,7 +103,7 @@ def _copy(
 ) -> Copied:
     reader = open_readonly(source.storage, source.path)
     at, taken, epoch = start, 0, NONE
-    follows = start  #: where the next batch begins
+    follows = start  #: offset where the next batch begins
     large = GROWN_TIMES * max_bytes
     while at < limit and taken < max_bytes and builder.size < large:
         size = min(READ_BYTES, max_bytes - taken)
@@ -121,7 +124,8 @@ def _copy(
                     return Copied(header.base_offset, epoch, builder.finish())
                 epoch, damaged = header.leader_epoch, (header.base_offset, header.next_offset)
                 builder.add_batch(header, batch, at, limit, aborted, source.decoded_bytes_max)
-                damaged = (header.next_offset, piece.next_offset)  # if the next does not parse
+                # reported if the next batch does not parse
+                damaged = (header.next_offset, piece.next_offset)
         except errors.CorruptBatch as cause:
             raise _corrupt(reader.file_of(damaged[0]), damaged, cause) from cause
         at = min(max(at, piece.next_offset), limit)
@@ -133,8 +137,8 @@ def _copy(
 def named(
     copied: Copied, partition: int, start: Offset, leader_epoch: Epoch, attempt: str, now_ms: int
 ) -> wire.AddFile:
-    """The file of `[start, copied.end)` as it is added to the table: its name (tiering/layout N2),
-    its facts."""
+    """Returns the file of `[start, copied.end)` as it is added to the table: its name
+    (tiering/layout N2) and its facts."""
     file = copied.file
     assert file is not None
     name = layout.DataName(
@@ -162,7 +166,7 @@ def named(
 def _corrupt(
     path: str, damaged: tuple[Offset, Offset], cause: errors.CorruptBatch
 ) -> errors.CorruptLog:
-    """Rule L9: which offsets are damaged, and where."""
+    """Returns the error that names the damaged offsets and their file (rule L9)."""
     start, end = damaged
     return errors.CorruptLog(
         f"{path}: offsets [{start}, {end}) are damaged: {cause.message}",
@@ -172,7 +176,8 @@ def _corrupt(
 
 
 def measure(source: PartitionDirectory, start: Offset, limit: Offset, log_end: Offset) -> int:
-    """About how many log bytes lie in `[start, limit)`: each segment's share by its offsets."""
+    """Returns about how many log bytes lie in `[start, limit)`: each segment's share by its
+    offsets."""
     bases = _bases(source)
     if not bases:
         return 0  # the topic was deleted meanwhile
@@ -184,7 +189,7 @@ def measure(source: PartitionDirectory, start: Offset, limit: Offset, log_end: O
         try:
             file = source.storage.open(f"{source.path}/{file_name(base, LOG)}", write=False)
         except FileNotFoundError:
-            continue  # dropped meanwhile
+            continue  # the segment was deleted meanwhile
         try:
             total += file.size() * (high - low) // max(1, following - base)
         finally:
@@ -193,15 +198,15 @@ def measure(source: PartitionDirectory, start: Offset, limit: Offset, log_end: O
 
 
 def aborted_from(source: PartitionDirectory, start: Offset) -> list[AbortedTransaction]:
-    """Aborted transactions of sealed segments from `start` on: a repair goes back below
-    `tiered_end`."""
+    """Returns the aborted transactions of sealed segments from `start` on; a repair needs those
+    below `tiered_end`."""
     found: list[AbortedTransaction] = []
     for base in _bases(source):
         try:
             raw = source.storage.read_file(f"{source.path}/{file_name(base, TXNINDEX)}")
             found += aborted_log.overlapping(aborted_log.decode(raw), start, 2**63 - 1)
         except (FileNotFoundError, aborted_log.CorruptTransactionIndex):
-            continue  # the active segment: its aborts come with the leader's view
+            continue  # the active segment: the leader reports its aborted transactions
     return found
 
 

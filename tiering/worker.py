@@ -1,14 +1,17 @@
-"""Runs the tier's machines over a World, a simulated one too: owners, copiers, cold reads.
+"""Runs the tier's machines (owners, copiers, cold reads) over a World, real or simulated.
 
-One `TopicTier` per topic holds the table's owner and a copier per partition led on this node.  Each
-effect becomes a task: a store call, a table call or a message.  Its result is the next event.
+One `TopicTier` per topic holds the table's owner and a copier for each partition led on this node.
+Each effect becomes a task: a store call, a table call or a message.  The task's result is the
+machine's next event.
 
 Invariants
-  E1  a machine is stepped only on the loop, one event at a time; effects are performed in order.
-  E2  uploads and cold reads run in executors of their own; at most UPLOADS_MAX uploads at once.
-  E3  a failure of the store reaches the machines as an event, never an exception past this file:
-      the tier of other topics goes on, and so does the broker.
-  E4  reports to the broker are coalesced per partition: the outbox is bounded by the partitions.
+  E1  Machines are stepped only on the event loop, one event at a time; effects are performed in
+      order.
+  E2  Uploads and cold reads run in separate executors; at most UPLOADS_MAX uploads run at once.
+  E3  A failure of the store reaches the machines as an event, never as an exception outside this
+      module.  Other topics' tiers and the broker go on.
+  E4  Reports to the broker are coalesced per partition: the outbox is bounded by the number of
+      partitions.
 """
 
 from __future__ import annotations
@@ -41,26 +44,27 @@ from pk.types import NONE, AbortedTransaction, Epoch, Offset, PartitionKey
 from pk.wire import pk_pb2 as wire
 from pk.world import World
 
-UPLOADS_MAX = 3  #: shell.py builds two at a time: one more is being written
-#: Files that one reader may have looked at.
+UPLOADS_MAX = 3  #: shell.py builds two files at a time while a third one is uploaded
+#: Maximum number of files checked per report of a reader.
 SUSPECTS_MAX = 16
-#: Topics that are only read here (no partition is led): the longest unused are forgotten.
+#: Maximum number of topics that are only read here (no partition is led); the least recently used
+#: is forgotten.
 IDLE_TOPICS_MAX = 256
 
-#: Where a partition's live segments are: the path a broker names → a storage and a path in it.
+#: Finds a partition's live segments: the path that a broker names → a storage and a path in it.
 StorageViews = Callable[[str], tuple[Storage, str]]
 
 
 @dataclass(slots=True, frozen=True)
 class Executors:
-    """Where blocking work runs: cold reads and uploads never share (E2)."""
+    """Executors for blocking work; cold reads and uploads never share one (E2)."""
 
     read: Executor
     upload: Executor
 
 
 class TierWorker:
-    """All topics of one tier process."""
+    """The tier of all topics of one tier process."""
 
     def __init__(
         self,
@@ -99,7 +103,7 @@ class TierWorker:
         self._buffers: list[OutputBuffer] = []  #: idle ones, at most UPLOADS_MAX
         self._timers: dict[Any, asyncio.TimerHandle] = {}
         self._closed = False
-        self._clock_doubted = True  #: L10: until the broker says that it trusts its clock
+        self._clock_doubted = True  #: L10: True until the broker says that it trusts its clock
 
     def _now_ms(self) -> int:
         return self.world.clock.monotonic_ms()
@@ -107,7 +111,7 @@ class TierWorker:
     # -- what the broker says ----------------------------------------------------------------------
 
     def partitions(self, reply: wire.TierPartitionsReply) -> None:
-        """The changed partitions of one long poll; `full` = all there are."""
+        """Takes the changed partitions of one long poll; `full` = all partitions are listed."""
         self._clock_doubted = reply.clock_doubted
         named: dict[PartitionKey, None] = {}
         changed: dict[str, list[wire.TierPartition]] = {}
@@ -128,7 +132,8 @@ class TierWorker:
             self._view_all(topic, partitions, session_lost=reply.full)
 
     def out_of_contact(self) -> None:
-        """The broker does not answer: what it said of its clock may be true no more (rule L10)."""
+        """Notes that the broker does not answer: its last statement about its clock may be outdated
+        (rule L10)."""
         self._clock_doubted = True
 
     def _view_all(
@@ -157,7 +162,7 @@ class TierWorker:
         self._step_owner(topic, owning.PartitionsSeen({}, gone=[key.partition]))
 
     def topic(self, topic_id: str, name: str) -> TopicTier:
-        """The topic's entry, made on first use."""
+        """Returns the topic's entry, made on first use."""
         known = self.topics.get(topic_id)
         if known is not None:
             return known
@@ -184,13 +189,13 @@ class TierWorker:
             self.outbox.pop(PartitionKey(topic_id, partition), None)
             self._set_timer((topic_id, partition), None, lambda: None)
         topic.damaged.keep(())
-        topic.led.clear()  # its copiers are nobody's: what still comes back to them makes no table
+        topic.led.clear()  # its copiers end: answers that still arrive for them create no table
         self._set_timer((topic_id, NONE), None, lambda: None)
 
     # -- requests ----------------------------------------------------------------------------------
 
     async def commit_to_table(self, request: wire.CommitToTableRequest) -> wire.CommitToTableReply:
-        """Hand a change to the topic's owner (rule T3); raises its refusal."""
+        """Hands a change to the topic's owner (rule T3); raises the owner's refusal."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         topic = self.topic(request.topic_id, request.topic)
         self._step_owner(topic, owning.Submit(future, request))
@@ -200,7 +205,7 @@ class TierWorker:
     async def claim(
         self, topic_id: str, name: str, partition: int, epoch: Epoch, *, commit: bool
     ) -> wire.TierClaimReply:
-        """Rule T4; without `commit` a fresh look at the table."""
+        """Claims a partition (rule T4); without `commit` only loads the table's newest state."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         topic = self.topic(topic_id, name)
         self._step_owner(topic, owning.ClaimPartition(future, partition, epoch, commit))
@@ -210,10 +215,9 @@ class TierWorker:
     async def _place(
         self, topic: TopicTier, partition: int, upto: Offset = 0, *, fresh: bool = False
     ) -> TablePartition:
-        """The newest version known, if it reaches `upto`, or the newest there is; raises why it
-        cannot be read (T8).  What a node knows of a table it does not write to may be old.  A store
-        that refuses writes may be read.
-        """
+        """Returns the newest known version if it reaches `upto`; otherwise loads the newest there
+        is.  Raises the reason if the table cannot be read (T8).  The snapshot of a table that this
+        node does not write to may be outdated.  A store that refuses writes may still be read."""
         if isinstance(topic.owner.problem, errors.TierTableChanged):
             raise topic.owner.problem.with_traceback(None)
         snapshot = topic.owner.snapshot
@@ -243,7 +247,7 @@ class TierWorker:
         max_bytes: int,
         late: Callable[[], bool] = never,
     ) -> FetchedBatches:
-        """A cold read; once it is `late` it answers with what there is."""
+        """Serves a cold read; once it is `late` it returns the rows found so far."""
         topic = self.topic(topic_id, name)
         place = await self._place(topic, partition, offset + 1)
         fetched: FetchedBatches = await self._read(
@@ -262,9 +266,8 @@ class TierWorker:
         from_offset: Offset,
         end: Offset = 0,
     ) -> tuple[TimeFound | None, Offset]:
-        """The first offset for a time (T11), None only if the table reaches `end`; and the first
-        offset that may be missing in the version that was read (T17).
-        """
+        """Returns the first offset for a timestamp (T11), None only if the table reaches `end`; and
+        the first offset that may be missing in the version that was read (T17)."""
         topic = self.topic(topic_id, name)
         place = await self._place(topic, partition, end)
 
@@ -281,7 +284,8 @@ class TierWorker:
         place: TablePartition,
         read: Callable[[TablePartition], Awaitable[Any]],
     ) -> Any:
-        """A damaged file means: plan once more on the newest version, which may name another."""
+        """Reads from the table; after a damaged file it plans once more on the newest version,
+        which may name another file."""
         try:
             return await read(place)
         except errors.DamagedTierFile:
@@ -293,7 +297,7 @@ class TierWorker:
             raise
 
     def verify_files(self, topic: TopicTier, paths: Sequence[str]) -> None:
-        """A reader of the table, who is no broker, found files damaged."""
+        """Checks files that a reader outside the broker (Spark) found damaged."""
         snapshot = topic.owner.snapshot
         if snapshot is None:
             return
@@ -310,15 +314,16 @@ class TierWorker:
     async def confirm(
         self, topic_id: str, name: str, partition: int, start: Offset, end: Offset
     ) -> list[DataFile]:
-        """Rule T6: files covering `[start, end)` that do not answer a HEAD or are damaged; the
-        copier hears."""
+        """Returns the files covering `[start, end)` that do not answer a HEAD or are damaged (rule
+        T6), and reports them to the copier."""
         topic = self.topic(topic_id, name)
         missing = await self._watch.missing(topic, partition, start, end)
         self._damage_changed(topic, partition)
         return [each.file for each in missing]
 
     async def rows_missing(self, request: wire.TierRowsRequest) -> wire.TierRowsReply:
-        """Rule T17: bring missing rows back, or settle them; only here, where the log is."""
+        """Copies missing rows again or settles them (rule T17); only on the leader, which has the
+        log."""
         topic = self.topic(request.topic_id, request.topic)
         led = topic.led.get(request.partition)
         if led is None:
@@ -335,9 +340,8 @@ class TierWorker:
         return await refill.carry_out(self, told, request.accept, place, copy)
 
     async def purge(self, topic_id: str, name: str) -> tuple[str, int]:
-        """Rule T7: remove a deleted topic's table; its URI and how many objects went.  Raises
-        `TierUnavailable` if any are left.
-        """
+        """Removes a deleted topic's table (rule T7); returns its URI and how many objects were
+        removed.  Raises `TierUnavailable` if any are left."""
         table = self.tables.table(name, topic_id)
         self._drop_topic(topic_id)
         removed = 0
@@ -354,12 +358,12 @@ class TierWorker:
 
     def _step_owner(self, topic: TopicTier, event: owning.OwnerEvent) -> None:
         if self._closed or self.topics.get(topic.topic_id) is not topic:
-            return  # purged or forgotten: its table must not come back
+            return  # the topic was purged or forgotten: its table must not be created again
         self._perform_owner(topic, topic.owner.step(event, self._now_ms()))
 
     def _step_copier(self, topic: TopicTier, led: LedPartition, event: copying.CopierEvent) -> None:
         if self._closed or topic.led.get(led.copier.partition) is not led:
-            return  # the partition is led elsewhere by now
+            return  # the partition now has another leader
         self._perform_copier(topic, led, led.copier.step(event, self._now_ms()))
 
     def _perform_owner(self, topic: TopicTier, effects: Sequence[Effect]) -> None:
@@ -386,7 +390,7 @@ class TierWorker:
                     raise AssertionError(effect)
 
     def _count_missing(self, topic: TopicTier, snapshot: Snapshot) -> None:
-        now = accounting.missing_of(snapshot, topic.led)  # T17: said once for each change
+        now = accounting.missing_of(snapshot, topic.led)  # T17: logged once for each change
         if now != topic.missing:
             topic.missing = now
             self._on_rows_missing(topic)
@@ -445,7 +449,7 @@ class TierWorker:
                 case Commit():
                     event = owning.Committed(await topic.table.commit(operation))
                     self.counts.commits += 1
-                case _ if self._clock_doubted:  # L10: nobody knows how old a removal is
+                case _ if self._clock_doubted:  # L10: the age of a removal is unknown
                     event = owning.Vacuumed(0, put_off=True)
                 case _:
                     removed = await topic.table.vacuum(operation.retention_ms, self._clock_trusted)
@@ -462,7 +466,7 @@ class TierWorker:
     async def _guarded(
         self, topic: TopicTier, led: LedPartition, asked: Any, work: Awaitable[Any]
     ) -> None:
-        """Run `work` to the event it returns; any failure is an event too (E3)."""
+        """Runs `work` and returns its event; any failure becomes an event, too (E3)."""
         event: copying.CopierEvent
         try:
             event = await work
@@ -570,7 +574,7 @@ class TierWorker:
         self._timers[key] = asyncio.get_running_loop().call_later(delay_s, wake)
 
     async def close(self) -> None:
-        """Stop everything; commits under way may or may not land (rule T5)."""
+        """Stops everything; commits under way may or may not land (rule T5)."""
         self._closed = True
         for timer in self._timers.values():
             timer.cancel()
@@ -581,7 +585,7 @@ class TierWorker:
 def _answer(request: Any, reply: Any) -> None:
     future: asyncio.Future[Any] = request
     if future.done():
-        return  # whoever asked went away
+        return  # the caller was cancelled
     if isinstance(reply, errors.PkError):
         future.set_exception(reply)
     else:
