@@ -331,13 +331,13 @@ class _Readers:
 
     async def _fetch(self) -> Any:
         from pk.log import columns
-        from pk.tiering.reader import Place, TierReader
+        from pk.tiering.reader import TablePartition, TierReader
 
         async def here(work: Callable[[], Any]) -> Any:
             return work()
 
         reader = TierReader(self.store, here, 0)  # type: ignore[arg-type]
-        place = Place("t", 0, self.snapshot)
+        place = TablePartition("t", 0, self.snapshot)
         at, end, found = self.range.start, self.range.end, []
         try:
             while at < end:
