@@ -121,7 +121,7 @@ class LogAppender:
             )
         if not header.control:
             verdict, span = validate.check_producer(header, self.producers.get(header.producer_id))
-            if verdict is validate.Verdict.DUPLICATE:
+            if verdict is validate.ValidationResult.DUPLICATE:
                 assert span is not None
                 return Duplicate(span.base_offset, span.last_offset, span.append_time_ms)
         if refusal is not None:

@@ -67,7 +67,7 @@ class NewPartition(NamedTuple):
         return PartitionKey(self.topic_id, self.tp.partition)
 
 
-Outcome = PartitionLog | errors.PkError
+LogOrError = PartitionLog | errors.PkError
 
 
 @dataclass(slots=True)
@@ -162,12 +162,12 @@ def _standing(storage: Storage, wanted: Mapping[str, NewPartition]) -> dict[str,
     return found
 
 
-def create(site: Site, wanted: Sequence[NewPartition]) -> dict[PartitionKey, Outcome]:
+def create(site: Site, wanted: Sequence[NewPartition]) -> dict[PartitionKey, LogOrError]:
     """In the write lane: create the partitions `wanted`.  Returns for each a log, or the error that
     prevented it (N3).
     """
     storage = site.storage
-    found: dict[PartitionKey, Outcome] = {}
+    found: dict[PartitionKey, LogOrError] = {}
     begun: list[_Begun] = []
     for new in wanted:
         try:

@@ -141,13 +141,13 @@ class Directory:
         if not self.closed_properly and not isinstance(error, final):
             self.unrepaired[key] = None
 
-    def run(self, boot_id: str, broker_epoch: int) -> Run:
+    def run(self, boot_id: str, broker_epoch: int) -> ProcessRun:
         """Return the content of run.json for this process.  While a tail torn by a power loss is
         not repaired, the boot id is left out: the next process must treat the tail as torn and not
         as damaged (recovery.py: G, I).
         """
         lost = self.unrepaired and not self.same_boot
-        return Run("" if lost else boot_id, broker_epoch)
+        return ProcessRun("" if lost else boot_id, broker_epoch)
 
     @contextmanager
     def moves(self, starts: dict[PartitionKey, Offset]) -> Iterator[None]:
@@ -244,8 +244,8 @@ class Format(NamedTuple):
     layout: str = LAYOUT
 
 
-class Run(NamedTuple):
-    """The process that used the directory before."""
+class ProcessRun(NamedTuple):
+    """One process that used the directory."""
 
     boot_id: str = ""
     broker_epoch: int = NONE
@@ -353,18 +353,18 @@ def check_format(
         )
 
 
-def read_run(storage: Storage) -> tuple[Run, bool]:
+def read_run(storage: Storage) -> tuple[ProcessRun, bool]:
     """Return `(the previous process, whether it closed properly)`; a damaged file counts as an
     unclean shutdown.
     """
     closed = _read_run(storage, CLEAN_FILE)
-    return closed or _read_run(storage, RUN_FILE) or Run(), closed is not None
+    return closed or _read_run(storage, RUN_FILE) or ProcessRun(), closed is not None
 
 
-def _read_run(storage: Storage, name: str) -> Run | None:
+def _read_run(storage: Storage, name: str) -> ProcessRun | None:
     try:
         found = json.loads(storage.read_file(name))
-        return Run(str(found["boot_id"]), int(found["broker_epoch"]))
+        return ProcessRun(str(found["boot_id"]), int(found["broker_epoch"]))
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
 
@@ -397,11 +397,11 @@ def heard_at(directories: Sequence[Directory], wall_ms: int) -> int:
     return wall_ms if before is None else max(wall_ms, before.wall_ms)
 
 
-def write_run(storage: Storage, run: Run) -> None:
+def write_run(storage: Storage, run: ProcessRun) -> None:
     storage.replace_file(RUN_FILE, json.dumps(run._asdict()).encode())
 
 
-def mark_running(storage: Storage, run: Run) -> None:
+def mark_running(storage: Storage, run: ProcessRun) -> None:
     """Mark the process as running: its end counts as unclean until `mark_clean`.  SYNCED before any
     log is written.
 
@@ -414,7 +414,7 @@ def mark_running(storage: Storage, run: Run) -> None:
     storage.sync_dir("")
 
 
-def mark_clean(storage: Storage, run: Run) -> None:
+def mark_clean(storage: Storage, run: ProcessRun) -> None:
     storage.replace_file(CLEAN_FILE, json.dumps(run._asdict()).encode())
 
 

@@ -15,9 +15,10 @@ from pk import errors
 from pk.log import aborted, checkpoints, columns, epochs, identity, index
 from pk.log import batch as batches
 from pk.log.batch import HEADER_BYTES, Header
+from pk.log.damage import ReadAt
 from pk.log.directory import HIGH_WATERMARKS, LOCAL_STARTS, LOG_STARTS, RECOVERY_POINTS
 from pk.log.producers import CorruptSnapshot, Producers
-from pk.log.segment import INDEX, LOG, SNAPSHOT, TIMEINDEX, TXNINDEX, ReadAt
+from pk.log.segment import INDEX, LOG, SNAPSHOT, TIMEINDEX, TXNINDEX
 
 Object = dict[str, Any]
 CHECKPOINTS = (

@@ -46,7 +46,7 @@ from pk.log.index import Extent, SparseIndex
 from pk.log.plan import LogConfig
 from pk.log.producers import Producers
 from pk.log.reading import verify_batches
-from pk.log.recovery import Action, IndexState, Stop
+from pk.log.recovery import IndexState, RecoveryAction, Stop
 from pk.log.segment import (
     DELETED,
     INDEX,
@@ -54,8 +54,8 @@ from pk.log.segment import (
     SNAPSHOT,
     TIMEINDEX,
     TXNINDEX,
+    BatchWalk,
     Segment,
-    Walk,
     base_offset_of,
     corrupt,
     file_name,
@@ -238,18 +238,18 @@ def _segments(opening: Opening) -> list[Segment]:
                 power_lost=not opening.clean and not opening.same_boot,
                 recovery_point=opening.recovery_point,
             )
-            if action is Action.REMOVE:
+            if action is RecoveryAction.REMOVE:
                 opening.note(row, f"empty segment {base} removed")
                 remove_segment(opening.storage, opening.path, base)
                 opening.changed = True
                 continue
-            if action is Action.CUT:
+            if action is RecoveryAction.CUT:
                 opening.note(
                     row, f"cut at {kept[-1].written.next_offset}, segment {base} begins later"
                 )
                 _remove_all(opening, bases[number:])
                 break
-            if action is Action.CORRUPT:
+            if action is RecoveryAction.CORRUPT:
                 end = kept[-1].written.next_offset
                 raise errors.CorruptLog(
                     f"{segment.path()} begins at {base}, the segment before it ends at {end}",
@@ -273,28 +273,30 @@ def _examine(
     if state is IndexState.BEYOND and segment.damage:
         state = IndexState.UNUSABLE  # the missing end is known to be damaged
     row, action = recovery.before(trusted=trusted, index=state)
-    if action is Action.CORRUPT:
+    if action is RecoveryAction.CORRUPT:
         raise errors.CorruptLog(
             f"{segment.path()} has {size} bytes, its index covers {extent.size}: "
             "flushed data is missing",
             offset=str(segment.base_offset),
         )
-    if action is Action.USE:
+    if action is RecoveryAction.USE:
         _accept(opening, segment, sparse, extent, bool(later))
         return False
     usable = state in (IndexState.SHORT, IndexState.COMPLETE)
     if not usable:
         _remove_index(opening, segment)
-    if not usable or (action is Action.SCAN and extent.next_offset > opening.recovery_point):
+    if not usable or (
+        action is RecoveryAction.SCAN and extent.next_offset > opening.recovery_point
+    ):
         sparse, extent = SparseIndex(segment.base_offset), Extent(0, segment.base_offset)
     opening.note(row, f"segment {segment.base_offset} {action.value} from {extent.size}")
     segment.written = Extent(size, segment.base_offset)
-    walk = Walk(
+    walk = BatchWalk(
         segment.read_at,
         extent.size,
         size,
         extent.next_offset,
-        verify_from=opening.recovery_point if action is Action.SCAN else None,
+        verify_from=opening.recovery_point if action is RecoveryAction.SCAN else None,
         dense=not opening.config.compacted,
         damage=segment.damage,
     )
@@ -316,22 +318,24 @@ def _examine(
         same_boot=opening.same_boot,
         torn=walk.stop is Stop.SHORT and _torn(opening, segment, walk, size, later),
     )
-    if action is Action.CORRUPT:
+    if action is RecoveryAction.CORRUPT:
         raise corrupt(segment.path(), walk)
-    if action is Action.CUT:
+    if action is RecoveryAction.CUT:
         opening.note(
             row,
             f"segment {segment.base_offset} cut from {size} to {walk.position} bytes, "
             f"at offset {walk.next_offset}: {walk.problem}",
         )
         _cut(opening, segment, walk.position, later)
-    _accept(opening, segment, sparse, extent, bool(later) and action is not Action.CUT)
-    if action is not Action.CUT and later:
+    _accept(opening, segment, sparse, extent, bool(later) and action is not RecoveryAction.CUT)
+    if action is not RecoveryAction.CUT and later:
         opening.rebuilt.append((segment, sparse))  # O7
-    return action is Action.CUT
+    return action is RecoveryAction.CUT
 
 
-def _torn(opening: Opening, segment: Segment, walk: Walk, size: int, later: list[Offset]) -> bool:
+def _torn(
+    opening: Opening, segment: Segment, walk: BatchWalk, size: int, later: list[Offset]
+) -> bool:
     """Whether the bytes at which the walk stopped are the beginning of the log's last batch."""
     if any(_has_data(opening, base) for base in later):
         return False
@@ -429,9 +433,9 @@ def _epochs(opening: Opening, segments: list[Segment]) -> LeaderEpochs:
     return rebuilt
 
 
-def _walk(segment: Segment, position: int, next_offset: int | None = None) -> Walk:
+def _walk(segment: Segment, position: int, next_offset: int | None = None) -> BatchWalk:
     base = segment.base_offset if next_offset is None else next_offset
-    return Walk(segment.read_at, position, segment.written.size, base, damage=segment.damage)
+    return BatchWalk(segment.read_at, position, segment.written.size, base, damage=segment.damage)
 
 
 def snapshots(storage: Storage, path: str) -> list[int]:

@@ -34,8 +34,8 @@ from pk import errors
 from pk.log import creation, identity
 from pk.log import directory as files
 from pk.log.checkpointing import Checkpointer, OpenLogs
-from pk.log.creation import NewPartition, Outcome, Site
-from pk.log.directory import Directory, Format, Run
+from pk.log.creation import LogOrError, NewPartition, Site
+from pk.log.directory import Directory, Format, ProcessRun
 from pk.log.identity import ADOPTED, DISCARDED, Identity, Known
 from pk.log.partition_log import PartitionLog
 from pk.log.plan import LogConfig
@@ -324,7 +324,7 @@ class LogManager:
             raise outcome
         return outcome
 
-    async def create_all(self, wanted: Sequence[NewPartition]) -> list[Outcome]:
+    async def create_all(self, wanted: Sequence[NewPartition]) -> list[LogOrError]:
         """Create partitions, at most `creation.VISIT_MAX`, in one visit to each directory.
 
         A partition that already has a directory (a stray, or one that could not be opened) is
@@ -342,7 +342,7 @@ class LogManager:
         except errors.PkError as error:
             return [error for _ in wanted]
         groups: dict[Directory, list[NewPartition]] = {}
-        outcomes: dict[PartitionKey, Outcome] = {}
+        outcomes: dict[PartitionKey, LogOrError] = {}
         for new, home in zip(wanted, homes, strict=True):
             if isinstance(home, Directory):
                 groups.setdefault(home, []).append(new)
@@ -355,7 +355,7 @@ class LogManager:
 
     async def _visit(
         self, directory: Directory, group: list[NewPartition]
-    ) -> dict[PartitionKey, Outcome]:
+    ) -> dict[PartitionKey, LogOrError]:
         def reopen(path: str, new: NewPartition) -> PartitionLog:
             return self._open_log(directory, path, new.tp, new.topic_id, new.config)
 
@@ -391,7 +391,7 @@ class LogManager:
 
     async def _look_for_earlier(
         self, directory: Directory, site: Site, group: list[NewPartition]
-    ) -> dict[PartitionKey, Outcome]:
+    ) -> dict[PartitionKey, LogOrError]:
         """Find the partitions of `group` that had a log here which is missing now (M5).
 
         M2: the checkpoint entries of a log that was given up are removed first, SYNCED.
@@ -400,7 +400,7 @@ class LogManager:
         named = [new for new in group if new.key in had or directory.names(new.key)]
         look = partial(creation.not_here, site, named)
         absent = await directory.disk.write(look) if named else []
-        lost: dict[PartitionKey, Outcome] = {}
+        lost: dict[PartitionKey, LogOrError] = {}
         for new in [new for new in named if new.key in absent]:
             home = had.get(new.key)
             if home is None:
@@ -594,5 +594,5 @@ class LogManager:
         known = self._broker_epoch != NONE
         if all_clean and (known or directory.closed_properly):
             epoch = self._broker_epoch if known else directory.previous_broker_epoch
-            run = Run(self._boot_id, epoch)
+            run = ProcessRun(self._boot_id, epoch)
             await directory.disk.write(partial(files.mark_clean, directory.disk.storage, run))

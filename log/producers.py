@@ -57,7 +57,7 @@ class Span(NamedTuple):
     append_time_ms: int
 
 
-class Producer(NamedTuple):
+class ProducerStateEntry(NamedTuple):
     """The state of one producer id."""
 
     epoch: int
@@ -71,7 +71,7 @@ class Producer(NamedTuple):
         return self.batches[-1].last_sequence if self.batches else NONE
 
 
-def continues(header: Header, known: Producer | None) -> bool:
+def continues(header: Header, known: ProducerStateEntry | None) -> bool:
     """Whether a producer's batch follows the last known one (log/validate.py: h)."""
     if known is None or header.producer_epoch != known.epoch:
         return False
@@ -91,7 +91,7 @@ class Undo(NamedTuple):
     """What is needed to take one `apply` back."""
 
     offset: int
-    before: tuple[tuple[int, Producer | None], ...]
+    before: tuple[tuple[int, ProducerStateEntry | None], ...]
     ended: tuple[Ended, ...] | None  #: None = unchanged
     aborted: tuple[AbortedEntry, ...] = ()  #: new aborted transactions, for the index
 
@@ -104,17 +104,17 @@ class Producers:
     """All producers of a partition."""
 
     def __init__(self) -> None:
-        self._by_id: dict[int, Producer] = {}
+        self._by_id: dict[int, ProducerStateEntry] = {}
         self._open: dict[int, int] = {}  # producer id → first offset
         self._ended: list[Ended] = []
 
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def get(self, producer_id: int) -> Producer | None:
+    def get(self, producer_id: int) -> ProducerStateEntry | None:
         return self._by_id.get(producer_id)
 
-    def items(self) -> list[tuple[int, Producer]]:
+    def items(self) -> list[tuple[int, ProducerStateEntry]]:
         return sorted(self._by_id.items())
 
     @property
@@ -149,19 +149,19 @@ class Producers:
             start = base_offset
             self._open[producer_id] = start
         coordinator = before.coordinator_epoch if before is not None else NONE
-        self._by_id[producer_id] = Producer(
+        self._by_id[producer_id] = ProducerStateEntry(
             header.producer_epoch, (*window, span), now_ms, start, coordinator
         )
         return Undo(base_offset, ((producer_id, before),), None)
 
     def _apply_markers(self, markers: Sequence[Marker], offset: int, now_ms: int) -> Undo:
-        before: list[tuple[int, Producer | None]] = []
+        before: list[tuple[int, ProducerStateEntry | None]] = []
         ended = tuple(self._ended)
         aborted: list[AbortedEntry] = []
         for marker in markers:
             entry = self._by_id.get(marker.producer_id)
             before.append((marker.producer_id, entry))
-            old = entry if entry is not None else Producer(marker.producer_epoch)
+            old = entry if entry is not None else ProducerStateEntry(marker.producer_epoch)
             if old.transaction_start != NONE:
                 self._open.pop(marker.producer_id, None)
                 self._ended.append(Ended(old.transaction_start, offset))
@@ -171,7 +171,7 @@ class Producers:
                         AbortedEntry(marker.producer_id, old.transaction_start, offset, stable)
                     )
             batches = old.batches if old.epoch == marker.producer_epoch else ()
-            self._by_id[marker.producer_id] = Producer(
+            self._by_id[marker.producer_id] = ProducerStateEntry(
                 max(old.epoch, marker.producer_epoch), batches, now_ms, NONE, old.coordinator_epoch
             )
         return Undo(offset, tuple(before), ended, tuple(aborted))
@@ -263,7 +263,9 @@ class Producers:
                     for i in range(batches)
                 )
                 at += batches * _BATCH.size
-                found._by_id[producer_id] = Producer(epoch, spans, last_ms, start, coordinator)
+                found._by_id[producer_id] = ProducerStateEntry(
+                    epoch, spans, last_ms, start, coordinator
+                )
                 if start != NONE:
                     found._open[producer_id] = start
             found._ended = [

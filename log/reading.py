@@ -28,7 +28,7 @@ from pk.log.index import NO_TIMESTAMP, SparseIndex
 from pk.log.local_log import LocalLog, segment_at
 from pk.log.plan import Read, TimeOffset
 from pk.log.recovery import Stop
-from pk.log.segment import SNAPSHOT, NoBatch, Segment, Walk, file_name
+from pk.log.segment import SNAPSHOT, BatchWalk, NoBatch, Segment, file_name
 from pk.types import NONE, AbortedTransaction
 
 Numbers = npt.NDArray[Any]
@@ -242,7 +242,9 @@ class LocalLogReader:
     def _time_in(self, segment: Segment, timestamp_ms: int, start: int) -> TimeOffset | None:
         sparse = self._index(segment)
         position, base = sparse.floor_position(sparse.floor_time(timestamp_ms))
-        walk = Walk(segment.read_at, position, segment.written.size, base, damage=segment.damage)
+        walk = BatchWalk(
+            segment.read_at, position, segment.written.size, base, damage=segment.damage
+        )
         for at, header in walk:
             if (
                 header.max_timestamp < timestamp_ms
@@ -286,7 +288,9 @@ class LocalLogReader:
         sparse = self._index(segment)
         position, base = sparse.floor_position(sparse.floor(start))
         top = NO_TIMESTAMP
-        walk = Walk(segment.read_at, position, segment.written.size, base, damage=segment.damage)
+        walk = BatchWalk(
+            segment.read_at, position, segment.written.size, base, damage=segment.damage
+        )
         for at, header in walk:
             if header.base_offset >= bound:
                 return top
@@ -354,7 +358,7 @@ def _whole_until(segment: Segment, offset: int, bound: int) -> int:
     return bound
 
 
-def _stopped(segment: Segment, walk: Walk, sparse: SparseIndex) -> errors.CorruptLog:
+def _stopped(segment: Segment, walk: BatchWalk, sparse: SparseIndex) -> errors.CorruptLog:
     """Return the error for damage that a walk over headers met; it names the file and the range
     (rule L9).
     """

@@ -23,7 +23,7 @@ from pk.log import index
 from pk.log.index import Extent, SparseIndex
 from pk.log.plan import Read
 from pk.log.reading import verify_batches
-from pk.log.segment import LOG, NoBatch, Opened, Piece, Segment, base_offset_of, cut, file_name
+from pk.log.segment import LOG, NoBatch, OpenFile, Piece, Segment, base_offset_of, cut, file_name
 from pk.log.storage import Storage
 from pk.types import NONE
 
@@ -131,7 +131,7 @@ class SegmentReader:
         self, base: int, last: bool, offset: int, bound: int, max_bytes: int, min_one: bool
     ) -> Piece | None:
         segment = Segment(self._storage, self.path, base)
-        with Opened(self._storage, segment.path()) as file:
+        with OpenFile(self._storage, segment.path()) as file:
             size = file.size()
             self._prepare(segment, size, last, offset)
             extent = Extent(size, _FAR)

@@ -37,7 +37,7 @@ from __future__ import annotations
 import enum
 
 
-class Action(enum.Enum):
+class RecoveryAction(enum.Enum):
     USE = "use"
     REINDEX = "reindex"
     SCAN = "scan"
@@ -61,30 +61,32 @@ class IndexState(enum.Enum):
     UNUSABLE = "missing or torn"
 
 
-def before(*, trusted: bool, index: IndexState) -> tuple[str, Action]:
+def before(*, trusted: bool, index: IndexState) -> tuple[str, RecoveryAction]:
     """Return `(row, action)` of rows A–D."""
     if not trusted:
-        return "C", Action.SCAN
+        return "C", RecoveryAction.SCAN
     if index is IndexState.BEYOND:
-        return "D", Action.CORRUPT
-    return ("A", Action.USE) if index is IndexState.COMPLETE else ("B", Action.REINDEX)
+        return "D", RecoveryAction.CORRUPT
+    return (
+        ("A", RecoveryAction.USE) if index is IndexState.COMPLETE else ("B", RecoveryAction.REINDEX)
+    )
 
 
 def after(
     stop: Stop, *, trusted: bool, offset: int, recovery_point: int, same_boot: bool, torn: bool
-) -> tuple[str, Action]:
+) -> tuple[str, RecoveryAction]:
     """Return the verdict of rows E–I.  `offset` is where the walk stopped.  `torn` means that only
     the beginning of one batch follows, in this segment and in the later ones (`damage.is_torn`).
     """
     if stop is Stop.END:
-        return "E", Action.USE
+        return "E", RecoveryAction.USE
     if trusted or offset < recovery_point:
-        return "F", Action.CORRUPT
+        return "F", RecoveryAction.CORRUPT
     if not same_boot:
-        return "G", Action.CUT
+        return "G", RecoveryAction.CUT
     if stop is Stop.SHORT and torn:
-        return "H", Action.CUT
-    return "I", Action.CORRUPT
+        return "H", RecoveryAction.CUT
+    return "I", RecoveryAction.CORRUPT
 
 
 def joint(
@@ -95,14 +97,18 @@ def joint(
     compacted: bool,
     power_lost: bool,
     recovery_point: int,
-) -> tuple[str, Action]:
+) -> tuple[str, RecoveryAction]:
     """Return the verdict of rows J–N for a segment that is not the first."""
     if base_offset == end_before:
-        return "J", Action.USE
+        return "J", RecoveryAction.USE
     if empty:
-        return "K", Action.REMOVE
+        return "K", RecoveryAction.REMOVE
     if base_offset > end_before and power_lost and base_offset > recovery_point:
-        return ("L", Action.CUT) if end_before >= recovery_point else ("N", Action.CORRUPT)
+        return (
+            ("L", RecoveryAction.CUT)
+            if end_before >= recovery_point
+            else ("N", RecoveryAction.CORRUPT)
+        )
     if base_offset > end_before and compacted:
-        return "M", Action.USE
-    return "N", Action.CORRUPT
+        return "M", RecoveryAction.USE
+    return "N", RecoveryAction.CORRUPT

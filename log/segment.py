@@ -30,12 +30,10 @@ from pk.log import aborted, damage, index
 from pk.log import batch as batches
 from pk.log.aborted import AbortedEntry
 from pk.log.batch import HEADER_BYTES, Header
-from pk.log.damage import UNKNOWN, Damage
+from pk.log.damage import UNKNOWN, Damage, ReadAt
 from pk.log.index import Extent, SparseIndex
 from pk.log.recovery import Stop
 from pk.log.storage import File, Storage
-
-ReadAt = Callable[[int, int], bytes]
 
 LOG, INDEX, TIMEINDEX, TXNINDEX, SNAPSHOT = ".log", ".index", ".timeindex", ".txnindex", ".snapshot"
 DELETED = ".deleted"
@@ -57,7 +55,7 @@ def base_offset_of(name: str, suffix: str = LOG) -> int | None:
     return int(stem) if name.endswith(suffix) and len(stem) == 20 and stem.isdigit() else None
 
 
-class Walk:
+class BatchWalk:
     """Iterates `(position, header)` of the batches in `[position, end)`.  Afterwards `stop` says
     why and where the walk ended.
 
@@ -204,7 +202,7 @@ class Segment:
 
     def stored_bytes(self) -> int:
         """Return the size of the log file, whatever is known of its content."""
-        with Opened(self._storage, self.path()) as file:
+        with OpenFile(self._storage, self.path()) as file:
             return file.size()
 
     def read_file(self, suffix: str) -> bytes:
@@ -298,7 +296,7 @@ class Segment:
                 return file.read(position, size)
             except FileNotFoundError:
                 pass  # sealed and closed in the meantime
-        with Opened(self._storage, self.path()) as opened:
+        with OpenFile(self._storage, self.path()) as opened:
             return opened.read(position, size)
 
     def piece(
@@ -310,7 +308,7 @@ class Segment:
         if self.file is not None:
             found = self._cut(self.read_at, sparse, offset, bound, max_bytes, min_one)
         else:
-            with Opened(self._storage, self.path()) as opened:
+            with OpenFile(self._storage, self.path()) as opened:
                 found = self._cut(opened.read, sparse, offset, bound, max_bytes, min_one)
         if found is None:
             return None
@@ -345,7 +343,7 @@ class Segment:
         """
         sparse = SparseIndex(self.base_offset)
         extent = Extent(0, self.base_offset)
-        walk = Walk(self.read_at, 0, self.written.size, self.base_offset, damage=self.damage)
+        walk = BatchWalk(self.read_at, 0, self.written.size, self.base_offset, damage=self.damage)
         for position, header in walk:
             if position > extent.size:
                 extent = extent.beyond(position, header.base_offset)
@@ -357,7 +355,7 @@ class Segment:
         return sparse
 
 
-def corrupt(path: str, walk: Walk) -> errors.CorruptLog:
+def corrupt(path: str, walk: BatchWalk) -> errors.CorruptLog:
     """Return the error of rule L9, with the place."""
     return errors.CorruptLog(
         f"{path} at {walk.position}, offset {walk.next_offset}: {walk.problem}",
@@ -399,7 +397,7 @@ class NoBatch(Exception):
         )
 
 
-class Opened:
+class OpenFile:
     """Opens a file for reading for the length of a `with`.  A dropped segment is found under its
     new name.
     """
@@ -485,7 +483,7 @@ def _start_of(
     damage: tuple[Damage, ...],
 ) -> int | None:
     position, base = sparse.floor_position(sparse.floor(offset))
-    walk = Walk(read, position, extent.size, base, damage=damage)
+    walk = BatchWalk(read, position, extent.size, base, damage=damage)
     for at, header in walk:
         if header.last_offset >= offset:
             return at
@@ -517,7 +515,7 @@ def _whole(
     read: ReadAt, position: int, next_offset: int, limit: int, bound: int
 ) -> tuple[int, int]:
     """Step over batches from `position`: return `(end, next offset)` of the last one that ends by
-    `limit` and below `bound`.  It is a `Walk` without the checks, because every fetch runs it.
+    `limit` and below `bound`.  It is a `BatchWalk` without the checks, because every fetch runs it.
     """
     end = position
     while limit - end >= HEADER_BYTES:

@@ -22,7 +22,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
-Buffer = bytes | bytearray | memoryview
+from pk.world import Buffer as Buffer
+
 T = TypeVar("T")
 
 

@@ -32,11 +32,11 @@ from typing import NamedTuple
 from pk import errors
 from pk.log.batch import DELETE_HORIZON, Header
 from pk.log.plan import LogConfig
-from pk.log.producers import Producer, Span
+from pk.log.producers import ProducerStateEntry, Span
 from pk.types import NONE
 
 
-class Verdict(enum.Enum):
+class ValidationResult(enum.Enum):
     ASSIGN = "assign"
     DUPLICATE = "duplicate"
 
@@ -130,16 +130,18 @@ def check_batch(header: Header, config: LogConfig, now_ms: int, transactions: bo
             raise case.error(case.words(header, config, now_ms), row=case.label)
 
 
-def check_producer(header: Header, known: Producer | None) -> tuple[Verdict, Span | None]:
+def check_producer(
+    header: Header, known: ProducerStateEntry | None
+) -> tuple[ValidationResult, Span | None]:
     """Check a batch by the second table.  Returns ASSIGN, or DUPLICATE with the batch that it
     repeats; raises the row's error otherwise.
     """
     if header.producer_id == NONE:
-        return Verdict.ASSIGN, None  # a
+        return ValidationResult.ASSIGN, None  # a
     sequence, epoch = header.base_sequence, header.producer_epoch
     if known is None:
         if sequence == 0:
-            return Verdict.ASSIGN, None  # b
+            return ValidationResult.ASSIGN, None  # b
         raise errors.UnknownProducerId(
             f"producer {header.producer_id} is not known here and begins at sequence {sequence}",
             row="c",
@@ -151,17 +153,17 @@ def check_producer(header: Header, known: Producer | None) -> tuple[Verdict, Spa
         )
     if epoch > known.epoch:
         if sequence == 0:
-            return Verdict.ASSIGN, None  # e
+            return ValidationResult.ASSIGN, None  # e
         raise errors.OutOfOrderSequence(
             f"producer {header.producer_id}: epoch {epoch} begins at sequence {sequence}, not 0",
             row="f",
         )
     for span in known.batches:
         if span.base_sequence == sequence and span.last_sequence == header.last_sequence:
-            return Verdict.DUPLICATE, span  # g
+            return ValidationResult.DUPLICATE, span  # g
     expected = (known.last_sequence + 1) & 0x7FFFFFFF
     if sequence == expected:
-        return Verdict.ASSIGN, None  # h
+        return ValidationResult.ASSIGN, None  # h
     raise errors.OutOfOrderSequence(
         f"producer {header.producer_id}, epoch {epoch}: "
         f"sequence {sequence} after {known.last_sequence}",

@@ -29,8 +29,8 @@ from pk.log.producers import Producers
 from pk.log.segment import (
     DELETED,
     SNAPSHOT,
+    BatchWalk,
     Segment,
-    Walk,
     base_offset_of,
     file_name,
     write_file,
@@ -241,7 +241,7 @@ class LocalLogWriter:
             self._storage.remove(active.path(suffix))
         size = active.written.size
         extent = active.written
-        walk = Walk(active.read_at, 0, extent.size, active.base_offset, damage=active.damage)
+        walk = BatchWalk(active.read_at, 0, extent.size, active.base_offset, damage=active.damage)
         for position, header in walk:
             if header.last_offset >= offset:
                 size = position

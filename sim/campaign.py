@@ -8,7 +8,7 @@ Phases
   3  validation: the rows that a reader from offset 0 gets, and the files of the tables, are
      compared with the oracle
 
-The same seed gives the same trace in any process; `Report.digest` is the hash of that trace.
+The same seed gives the same trace in any process; `RunResult.digest` is the hash of that trace.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from pk.sim.checkers import (
     PartitionSample,
     ReaderCheck,
-    Row,
+    ReadRow,
     Violation,
     after_last_gap,
     check_log,
@@ -60,7 +60,7 @@ GRACE_MS = 30_000
 
 
 @dataclass(slots=True)
-class Report:
+class RunResult:
     """The result of a run: violation, digest and counters."""
 
     seed: int
@@ -229,9 +229,9 @@ class Run:
 
     # -- phases ------------------------------------------------------------------------------------
 
-    def execute(self) -> Report:
+    def execute(self) -> RunResult:
         """Run all phases and return the report, which holds the violation if there is one."""
-        report = Report(self.seed, "")
+        report = RunResult(self.seed, "")
         try:
             self._whole()
         except (Violation, Stuck) as violation:
@@ -243,7 +243,7 @@ class Run:
             self.world.close()
         return report
 
-    def _fill(self, report: Report) -> None:
+    def _fill(self, report: RunResult) -> None:
         outcomes = [sent.outcome for sent in self.oracle.sent.values()]
         report.digest = self.world.digest
         report.events = self.world.loop.events
@@ -396,7 +396,7 @@ class Run:
         await read_all(reader, self.cluster.bootstrap, last, ends, self._log_start_of)
 
     def _validate(self, topic: Topic, last: ReaderCheck, ends: dict[TopicPartition, int]) -> None:
-        logs: dict[int, list[Row]] = {}
+        logs: dict[int, list[ReadRow]] = {}
         starts: dict[int, int] = {}
         self._look()
         now = self.observer.latest
@@ -423,7 +423,7 @@ class Run:
     ) -> int:
         return now[PartitionKey(topic.topic_id, partition)].log_start
 
-    def _validate_table(self, topic: Topic, partition: int, log: dict[int, Row]) -> None:
+    def _validate_table(self, topic: Topic, partition: int, log: dict[int, ReadRow]) -> None:
         snapshot = self.cluster.store.snapshot(topic.name, topic.topic_id)
         if snapshot is None:
             return
@@ -437,7 +437,7 @@ class Run:
         if counters.rows - counters.removed != len(rows) - left:
             raise Violation(f"V9: {topic.name}-{partition}: {counters}, but {len(rows)} rows")
 
-    def _table_rows(self, topic: Topic, partition: int) -> Iterator[Row]:
+    def _table_rows(self, topic: Topic, partition: int) -> Iterator[ReadRow]:
         snapshot = self.cluster.store.snapshot(topic.name, topic.topic_id)
         assert snapshot is not None
         home = layout.table_path(topic.name, topic.topic_id)
@@ -452,6 +452,6 @@ class Run:
                 yield from rows_of(batch)
 
 
-def run(seed: int, options: SimOptions | None = None) -> Report:
+def run(seed: int, options: SimOptions | None = None) -> RunResult:
     """Run one seed and return its report."""
     return Run(seed, options).execute()

@@ -25,7 +25,7 @@ from pk.log import creation, identity, writing
 from pk.log.directory import Directory
 from pk.log.divergence import StartAt
 from pk.log.manager import LogManager
-from pk.log.validate import Verdict
+from pk.log.validate import ValidationResult
 from pk.server.broker.metadata_publisher import MetadataPublisher
 from pk.server.controller.elections import PartitionChangeBuilder
 from pk.server.controller.sessions import Sessions
@@ -363,7 +363,7 @@ CANARIES: dict[str, Canary] = {
         ("reassign", "elect"), nodes=THREE, copies=2, fault_ms=5_000, fault_every_ms=(200, 600),
     ),
     "a duplicate that is not recognised": Canary(
-        "L6", _any("pk.log.validate.check_producer", lambda *_: (Verdict.ASSIGN, None)),
+        "L6", _any("pk.log.validate.check_producer", lambda *_: (ValidationResult.ASSIGN, None)),
         "V5 V6 V7", HOT, ("break_streams", "kill_broker", "slow_network"),
     ),
     "who was silent once is heard of no more": Canary(

@@ -55,7 +55,7 @@ def require(holds: bool, rule: str, words: str, *facts: object) -> None:
         raise Violation(f"{rule}: {words.format(*facts)}")
 
 
-class Row(NamedTuple):
+class ReadRow(NamedTuple):
     """One record, as a reader or a table file returned it."""
 
     offset: Offset
@@ -199,7 +199,7 @@ class _Line:
     era: int
     doubtful: bool = False  #: begun during a deletion: of this life or the next
     next: Offset | None = None
-    offsets: dict[Offset, Row] = field(default_factory=dict)
+    offsets: dict[Offset, ReadRow] = field(default_factory=dict)
     ids: dict[RecordId, Offset] = field(default_factory=dict)
 
 
@@ -217,7 +217,7 @@ class ReaderCheck:
     def reported(self, of: str) -> None:
         self.told[of] = self.told.get(of, 0) + 1
 
-    def took(self, topic: str, partition: int, rows: Sequence[Row], log_start: Offset) -> None:
+    def took(self, topic: str, partition: int, rows: Sequence[ReadRow], log_start: Offset) -> None:
         """Check the next rows; `log_start` is the largest log_start of the partition so far."""
         known = self._oracle.topics[topic]
         place = (topic, partition)
@@ -238,7 +238,7 @@ class ReaderCheck:
             line.next = row.offset + 1
         self.rows += len(rows)
 
-    def _check_step(self, line: _Line, row: Row, log_start: Offset, where: str) -> None:
+    def _check_step(self, line: _Line, row: ReadRow, log_start: Offset, where: str) -> None:
         """Check a `row` that is not the next one, or that the reader has seen already."""
         if line.next is not None and row.offset != line.next:
             require(row.offset > line.next, "V5", "{}: went back", where)
@@ -268,7 +268,7 @@ class ReaderCheck:
         for place in [p for p in self.lines if p[0] == topic and partition in (None, p[1])]:
             del self.lines[place]
 
-    def compare(self, topic: Topic, partition: int, log: Mapping[Offset, Row]) -> None:
+    def compare(self, topic: Topic, partition: int, log: Mapping[Offset, ReadRow]) -> None:
         """Check that the rows this reader saw are the rows of the log."""
         line = self.lines.get((topic.name, partition))
         if line is None or line.life != topic.life or line.doubtful:
@@ -281,7 +281,7 @@ class ReaderCheck:
                 require(log[offset] == row, "V6", words, self.name, row, where, log[offset])
 
 
-def after_last_gap(rows: Sequence[Row]) -> list[Row]:
+def after_last_gap(rows: Sequence[ReadRow]) -> list[ReadRow]:
     """Return the rows after the last gap, for a topic whose records expire.
 
     Retention may have passed the reader while it read.  `ReaderCheck` has already checked that this
@@ -292,7 +292,10 @@ def after_last_gap(rows: Sequence[Row]) -> list[Row]:
 
 
 def check_log(
-    oracle: Oracle, topic: Topic, logs: Mapping[int, Sequence[Row]], starts: Mapping[int, Offset]
+    oracle: Oracle,
+    topic: Topic,
+    logs: Mapping[int, Sequence[ReadRow]],
+    starts: Mapping[int, Offset],
 ) -> None:
     """Check V6 to V8 of one topic: all records from log_start, as the last reader saw them."""
     found: dict[RecordId, tuple[int, Offset]] = {}
@@ -377,10 +380,10 @@ def _check_order(mine: Iterable[Sent], found: Mapping[RecordId, tuple[int, Offse
 
 
 def check_table(
-    where: str, start: Offset, end: Offset, rows: Iterable[Row], log: Mapping[Offset, Row]
+    where: str, start: Offset, end: Offset, rows: Iterable[ReadRow], log: Mapping[Offset, ReadRow]
 ) -> None:
     """Check V9 for one partition."""
-    seen: dict[Offset, Row] = {}
+    seen: dict[Offset, ReadRow] = {}
     for row in rows:
         require(row.offset not in seen, "V9", "{}: {} is in the table twice", where, row)
         require(row.offset < end, "V9", "{}: {} is beyond the table's end {}", where, row, end)

@@ -17,7 +17,7 @@ from pk.server.node.settings import ROLES, resolve
 from pk.server.raft.messages import Voter
 from pk.server.raft.timing import Timing
 from pk.sim.machine import KillableStorage as KillableStorage
-from pk.sim.machine import Machine
+from pk.sim.machine import SimMachine
 from pk.sim.objects import SimObjects
 from pk.sim.options import BROKER, CONTROLLER, NodePlan, SimOptions
 from pk.sim.world import SimWorld
@@ -45,16 +45,16 @@ class SimCluster:
         self.problems: list[str] = []
         self.events: dict[str, int] = {}  #: log events of all processes, by name
         self.snapshot_loads = {CONTROLLER: 0, BROKER: 0}
-        self.on_controller: Callable[[Machine, ControllerNode], None] | None = None
-        self.on_broker: Callable[[Machine, BrokerNode], None] | None = None
+        self.on_controller: Callable[[SimMachine, ControllerNode], None] | None = None
+        self.on_broker: Callable[[SimMachine, BrokerNode], None] | None = None
         #: Event → function called at each log event of that name, with the machine of the process.
         #: `traps`: the same, but called only at the next event and then removed.
-        self.listeners: dict[str, Callable[[Machine, dict[str, object]], None]] = {}
-        self.traps: dict[str, Callable[[Machine, dict[str, object]], None]] = {}
-        self.on_damage: Callable[[Machine], bool] | None = None
+        self.listeners: dict[str, Callable[[SimMachine, dict[str, object]], None]] = {}
+        self.traps: dict[str, Callable[[SimMachine, dict[str, object]], None]] = {}
+        self.on_damage: Callable[[SimMachine], bool] | None = None
         # Full disks of the simulator have less space than the default reserve.
         self._server = {"tier_url": self.store.url, "disk_reserve_bytes": 0, **server}
-        self.machines = [Machine(self, plan) for plan in options.nodes]
+        self.machines = [SimMachine(self, plan) for plan in options.nodes]
         self.by_id = {machine.node_id: machine for machine in self.machines}
 
     # -- configuration -----------------------------------------------------------------------------
@@ -96,7 +96,7 @@ class SimCluster:
 
     # -- what happens ------------------------------------------------------------------------------
 
-    def with_role(self, role: str) -> list[Machine]:
+    def with_role(self, role: str) -> list[SimMachine]:
         return [machine for machine in self.machines if role in machine.processes]
 
     def supervise(self) -> None:
@@ -114,21 +114,21 @@ class SimCluster:
             if told is not None:
                 told(next(machine for machine in self.machines if machine.name == host), facts)
 
-    def watch_controller(self, machine: Machine, node: ControllerNode) -> None:
+    def watch_controller(self, machine: SimMachine, node: ControllerNode) -> None:
         """Pass a controller that is about to start to `on_controller`."""
         if self.on_controller is not None:
             self.on_controller(machine, node)
 
-    def watch_broker(self, machine: Machine, node: BrokerNode) -> None:
+    def watch_broker(self, machine: SimMachine, node: BrokerNode) -> None:
         """Pass a broker that is about to start to `on_broker`."""
         if self.on_broker is not None:
             self.on_broker(machine, node)
 
-    def has_operator_for(self, machine: Machine, role: str) -> bool:
+    def has_operator_for(self, machine: SimMachine, role: str) -> bool:
         """Return whether the operator repairs a process that cannot be restarted as it is."""
         return role == CONTROLLER and self.on_damage is not None and self.on_damage(machine)
 
-    def active(self) -> Machine | None:
+    def active(self) -> SimMachine | None:
         """Return the machine of the active controller, or None; of several, the latest epoch's."""
         found = [
             (machine.controller.active.epoch, machine.node_id)

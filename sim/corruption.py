@@ -33,7 +33,7 @@ from pk.server.raft.recovery import LOG_DIR
 from pk.server.raft.snapshot_id import SUFFIX
 from pk.sim.cluster import SimCluster
 from pk.sim.loss_model import PartitionFacts
-from pk.sim.machine import DISKS, KillableStorage, Machine
+from pk.sim.machine import DISKS, KillableStorage, SimMachine
 from pk.sim.operations import Operator
 from pk.sim.options import BROKER, CONTROLLER
 from pk.sim.samples import Observer
@@ -44,7 +44,7 @@ DERIVED = {"index": (INDEX, TIMEINDEX, TXNINDEX), "producers": (SNAPSHOT, EPOCHS
 LED_CHANCE = 0.7
 #: Bytes of a batch's header without a checksum: base offset and leader epoch.
 UNCHECKED = (*range(8), *range(12, 16))
-_Copy = tuple[PartitionFacts, Machine, str]
+_Copy = tuple[PartitionFacts, SimMachine, str]
 
 
 class Corruption:
@@ -76,7 +76,7 @@ class Corruption:
         if struck() if struck is not None else self._derived(DERIVED[kind]):
             self._count(kind)
 
-    def strike_log(self) -> Machine | None:
+    def strike_log(self) -> SimMachine | None:
         """Damage a segment; return its machine, or None if no segment may rot."""
         machine = self._log()
         if machine is not None:
@@ -103,7 +103,7 @@ class Corruption:
 
     # -- what rots ---------------------------------------------------------------------------------
 
-    def _log(self) -> Machine | None:
+    def _log(self) -> SimMachine | None:
         losses = self._observer.losses
         found: list[tuple[_Copy, str]] = []
         for copy in self.copies():
@@ -126,7 +126,7 @@ class Corruption:
         self._rotted(facts, machine, path, begin + at)
         return machine
 
-    def _rotted(self, facts: PartitionFacts, machine: Machine, path: str, position: int) -> None:
+    def _rotted(self, facts: PartitionFacts, machine: SimMachine, path: str, position: int) -> None:
         world, storage = self._cluster.world, machine.storages[DISKS[BROKER]]
         world.record(f"rot of {storage.root}/{path} at {position}")
         still = self._flip(storage, path, position)
@@ -141,7 +141,7 @@ class Corruption:
         return _synced(machine.storages[DISKS[BROKER]], path, 2**62)
 
     def _metadata(self) -> bool:
-        found: list[tuple[Machine, str, int, int]] = []
+        found: list[tuple[SimMachine, str, int, int]] = []
         for machine in self._operator.free():
             storage = machine.storages[DISKS[CONTROLLER]]
             end = self._observer.committed_by(machine.node_id)
@@ -188,7 +188,7 @@ class Corruption:
         return True
 
 
-def _on(machine: Machine, storage: KillableStorage, still: Callable[[], bool]) -> bool:
+def _on(machine: SimMachine, storage: KillableStorage, still: Callable[[], bool]) -> bool:
     """Return whether the damage is still there, on the disk that the machine has now."""
     return machine.storages[DISKS[BROKER]] is storage and still()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 
 from pk.sim.cluster import SimCluster
-from pk.sim.machine import Machine
+from pk.sim.machine import SimMachine
 from pk.sim.oracle import Oracle
 from pk.sim.samples import Observer
 from pk.types import PartitionKey
@@ -21,7 +21,7 @@ _RANGE = re.compile(r"\[(\d+), (\d+)\)")
 def watch_reports(cluster: SimCluster, observer: Observer, oracle: Oracle) -> None:
     """Listen to the processes' logs; add unexplained reports of damage to `problems`."""
 
-    def damaged_range(machine: Machine, told: dict[str, object]) -> None:
+    def damaged_range(machine: SimMachine, told: dict[str, object]) -> None:
         name, _, number = str(told["partition"]).rpartition("-")
         topic = oracle.topics[name]
         keys = [PartitionKey(life, int(number)) for life in (topic.topic_id, *topic.former)]
@@ -30,7 +30,7 @@ def watch_reports(cluster: SimCluster, observer: Observer, oracle: Oracle) -> No
         problem = f"V5: {machine.name} reports a damaged range where nothing rotted: {told}"
         cluster.problems.append(problem)
 
-    def rows_missing(machine: Machine, told: dict[str, object]) -> None:
+    def rows_missing(machine: SimMachine, told: dict[str, object]) -> None:
         name, partition = str(told["topic"]), int(str(told["partition"]))
         for low, high in _RANGE.findall(str(told["ranges"])):
             if not oracle.may_be_missing(name, partition, int(low), int(high)):

@@ -18,7 +18,7 @@ from pk.sim.cluster import SimCluster
 from pk.sim.corruption import Corruption
 from pk.sim.disk import NO_ROOM
 from pk.sim.identity_faults import IdentityFaults
-from pk.sim.machine import DISKS, RESTART_MS, KillableStorage, Machine
+from pk.sim.machine import DISKS, RESTART_MS, KillableStorage, SimMachine
 from pk.sim.network import End, Link
 from pk.sim.operations import Operator
 from pk.sim.options import BROKER, CONTROLLER, TIER, SimOptions
@@ -140,7 +140,7 @@ class Faults:
 
     # -- who ---------------------------------------------------------------------------------------
 
-    def _machine(self, role: str) -> Machine:
+    def _machine(self, role: str) -> SimMachine:
         return self._rng.choice(self._cluster.with_role(role))
 
     def _storage(self) -> KillableStorage:
@@ -163,7 +163,7 @@ class Faults:
 
     # -- processes ---------------------------------------------------------------------------------
 
-    def _kill(self, machine: Machine, role: str) -> None:
+    def _kill(self, machine: SimMachine, role: str) -> None:
         machine.kill(role, self._rng.uniform(*RESTART_MS))
 
     def _kill_broker(self) -> None:
@@ -248,7 +248,7 @@ class Faults:
     def _ahead_ms(self) -> int:
         return round(self._log_uniform(CLOCK_JUMP_MS))
 
-    def _jump(self, machines: Sequence[Machine], by_ms: int) -> None:
+    def _jump(self, machines: Sequence[SimMachine], by_ms: int) -> None:
         for machine in machines:
             if machine.knows_time:
                 machine.jump(by_ms)
@@ -386,7 +386,7 @@ class Faults:
     def _crash_anew(self) -> None:
         """Make the next broker that begins a log again (rules R5, T4) die in the middle of it."""
 
-        def trap(machine: Machine, facts: dict[str, object]) -> None:
+        def trap(machine: SimMachine, facts: dict[str, object]) -> None:
             self._observer.given_up(machine, str(facts["partition"]))
             self._meet("deaths anew")
             machine.storages[DISKS[BROKER]].crash_at = self._rng.randint(0, 15)

@@ -14,7 +14,7 @@ from typing import Any
 
 from pk.sim.checkers import require
 from pk.sim.cluster import SimCluster
-from pk.sim.machine import DISKS, Machine
+from pk.sim.machine import DISKS, SimMachine
 from pk.sim.options import BROKER
 from pk.types import NONE, PartitionKey
 
@@ -76,7 +76,7 @@ class FullDiskCheck:
         has_room = self._storage(broker).capacity is None
         return machine.serving and has_room and self._right(machine)
 
-    def _right(self, machine: Machine) -> bool:
+    def _right(self, machine: SimMachine) -> bool:
         """Return whether the broker's clock allows it to lead (rule L10).
 
         Some machines have a clock that differs during the whole run.
@@ -90,6 +90,6 @@ class FullDiskCheck:
         return self._cluster.by_id[broker].storages[DISKS[BROKER]]
 
 
-def _life(machine: Machine) -> tuple[int, ...]:
+def _life(machine: SimMachine) -> tuple[int, ...]:
     nodes = (machine.sim_node(role) for role in sorted(machine.processes))
     return tuple(NONE if node is None else node.incarnation for node in nodes)

@@ -23,12 +23,12 @@ from pk.log import checkpoints, identity
 from pk.log.identity import IDENTITIES, PARTITION_FILE, Identities
 from pk.sim.cluster import SimCluster
 from pk.sim.loss_model import PartitionFacts
-from pk.sim.machine import DISKS, RESTART_MS, KillableStorage, Machine
+from pk.sim.machine import DISKS, RESTART_MS, KillableStorage, SimMachine
 from pk.sim.options import BROKER, TIER
 from pk.sim.samples import Observer
 from pk.types import PartitionKey
 
-_Copy = tuple[PartitionFacts, Machine, str]
+_Copy = tuple[PartitionFacts, SimMachine, str]
 
 
 class IdentityFaults:
@@ -92,7 +92,7 @@ class IdentityFaults:
 
     # -- how ---------------------------------------------------------------------------------------
 
-    def _stop(self, machine: Machine) -> None:
+    def _stop(self, machine: SimMachine) -> None:
         """Kill the processes that use the broker's disk; the supervisor restarts them."""
         for role in (BROKER, TIER):
             machine.kill(role, self._rng.uniform(*RESTART_MS))
@@ -131,7 +131,7 @@ def second_of(storage: KillableStorage) -> Identities:
         return {}
 
 
-def _missing(machine: Machine, storage: KillableStorage, path: str, key: PartitionKey) -> bool:
+def _missing(machine: SimMachine, storage: KillableStorage, path: str, key: PartitionKey) -> bool:
     """Return whether the machine still has that disk and the log is missing on it."""
     if machine.storages[DISKS[BROKER]] is not storage:
         return False

@@ -40,7 +40,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 import pk
 from pk import clock
-from pk.sim.campaign import Report, Run
+from pk.sim.campaign import Run, RunResult
 from pk.sim.options import CHORES, FAULTS, drawn
 from pk.sim.world import TRACE_TAIL, SimWorld
 
@@ -103,7 +103,7 @@ MET = (
 )
 
 
-def counters(report: Report) -> dict[str, int]:
+def counters(report: RunResult) -> dict[str, int]:
     """Return all counters of one run, those of its faults included."""
     faults = {f"fault {name}": count for name, count in report.faults.items()}
     return {**report.counts, **faults}

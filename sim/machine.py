@@ -83,11 +83,11 @@ class MachineEnvironment(Protocol):
 
     def said(self, name: str, event: str, facts: dict[str, object]) -> None: ...
 
-    def watch_controller(self, machine: Machine, node: ControllerNode) -> None: ...
+    def watch_controller(self, machine: SimMachine, node: ControllerNode) -> None: ...
 
-    def watch_broker(self, machine: Machine, node: BrokerNode) -> None: ...
+    def watch_broker(self, machine: SimMachine, node: BrokerNode) -> None: ...
 
-    def has_operator_for(self, machine: Machine, role: str) -> bool: ...
+    def has_operator_for(self, machine: SimMachine, role: str) -> bool: ...
 
 
 class NodeLog(tracing.Log):
@@ -117,7 +117,7 @@ class Process:
     closing: Any = None  #: task of a drain that goes on
 
 
-class Machine:
+class SimMachine:
     """One simulated machine with its processes; the module says what each fault keeps."""
 
     def __init__(self, cluster: MachineEnvironment, plan: NodePlan) -> None:

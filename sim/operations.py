@@ -28,7 +28,7 @@ from pk import errors
 from pk.server.broker.clock_trust import Doubt
 from pk.sim.cluster import BROKER_PORT, CONTROLLER_PORT
 from pk.sim.loss_model import PartitionFacts
-from pk.sim.machine import Machine
+from pk.sim.machine import SimMachine
 from pk.sim.options import BROKER, CONTROLLER
 from pk.sim.samples import Observer
 from pk.sim.workload import ADMIN_TIMEOUT_MS, cluster_of
@@ -69,7 +69,7 @@ class Operator:
         """Note that all clocks are right, so that the operator may confirm a broker's clock."""
         self._right_since_ms = self._world.clock.monotonic_ms()
 
-    def _doubting(self) -> list[Machine]:
+    def _doubting(self) -> list[SimMachine]:
         """Return the brokers whose doubt about their clock only an operator can end (rule L10).
 
         The doubt of a start normally ends after the grace, or when the clocks agree, unless the run
@@ -89,7 +89,7 @@ class Operator:
                 found.append(machine)
         return found
 
-    async def _confirm(self, machine: Machine) -> None:
+    async def _confirm(self, machine: SimMachine) -> None:
         await self._ask(wire.DescribePartitionsRequest())  # opens the operator's first stream
         request = wire.ConfirmClockRequest(broker_id=machine.node_id)
         address = f"{machine.name}:{BROKER_PORT}"
@@ -98,7 +98,7 @@ class Operator:
 
     # -- disks of brokers --------------------------------------------------------------------------
 
-    def _damaged_alone(self) -> list[Machine]:
+    def _damaged_alone(self) -> list[SimMachine]:
         """Return a broker that alone is in the ISR of a partition and leads it with a rotten copy.
 
         The other replicas cannot copy the damaged range.  The list has at most one broker.
@@ -118,14 +118,14 @@ class Operator:
                 found.append(machine)
         return found[:1]
 
-    def _replace_disk(self, machine: Machine) -> None:
+    def _replace_disk(self, machine: SimMachine) -> None:
         self._observer.hit(machine, disk=True)
         machine.replace_disk(BROKER, self._rng.uniform(*LOOK_MS))
         self._count("damaged disks replaced")
 
     # -- metadata disks ----------------------------------------------------------------------------
 
-    def free(self) -> list[Machine]:
+    def free(self) -> list[SimMachine]:
         """Return the controllers whose metadata may be lost or damaged now."""
         cluster = self._observer.cluster
         machines = cluster.with_role(CONTROLLER)
@@ -134,14 +134,14 @@ class Operator:
             return []
         return machines if cluster.active() is not None else []
 
-    def replace_metadata(self, machine: Machine, restart_ms: float) -> None:
+    def replace_metadata(self, machine: SimMachine, restart_ms: float) -> None:
         """Give a controller an empty metadata disk; call this only for a controller of `free`."""
         self._disks[machine.node_id] = machine.run.metadata_directory_id
         self._observer.metadata_hit(machine)
         machine.replace_disk(CONTROLLER, restart_ms)
         self._count("controller disks replaced")
 
-    def _damaged(self, machine: Machine) -> bool:
+    def _damaged(self, machine: SimMachine) -> bool:
         """Replace the disk of a controller that ended because its metadata is damaged (rule L9)."""
         there = self._observer.metadata_rot.get(machine.node_id)
         if there is None or not there() or self._disks:

@@ -17,7 +17,7 @@ from pk.client.fetch_engine import FetchEngine
 from pk.client.fetcher_events import Consumed, Seek
 from pk.client.offsets import EARLIEST
 from pk.client.options import consumer_options
-from pk.sim.checkers import ReaderCheck, Row, Violation
+from pk.sim.checkers import ReaderCheck, ReadRow, Violation
 from pk.sim.disk import NO_ROOM
 from pk.sim.options import TopicPlan
 from pk.sim.oracle import Oracle, digest_of, id_of
@@ -38,7 +38,7 @@ _EXPLAINED = (
 _ANOTHER_WILL_LEAD = (errors.RetriableError, *DAMAGE)
 
 
-class DamagedRange(NamedTuple):
+class ReportedDamage(NamedTuple):
     """A batch that a reader could not read, or a range that the broker reported as lost."""
 
     place: TopicPartition
@@ -46,19 +46,19 @@ class DamagedRange(NamedTuple):
     position: int
 
 
-def rows_of(batch: pa.RecordBatch) -> list[Row]:
+def rows_of(batch: pa.RecordBatch) -> list[ReadRow]:
     """Return offset, identity and checksum of each row."""
     columns = [batch.column(name).to_pylist() for name in ("offset", "key", "value", "headers")]
     found = []
     for offset, key, value, headers in zip(*columns, strict=True):
         pairs = [(each["key"], each["value"]) for each in headers or ()]
-        found.append(Row(offset, id_of(value), digest_of(key, value, pairs)))
+        found.append(ReadRow(offset, id_of(value), digest_of(key, value, pairs)))
     return found
 
 
 def taken(
     engine: FetchEngine, *, insist: bool = False
-) -> tuple[list[tuple[TopicPartition, pa.RecordBatch]], list[DamagedRange]]:
+) -> tuple[list[tuple[TopicPartition, pa.RecordBatch]], list[ReportedDamage]]:
     """Return the decoded batches that are ready, and the damaged ranges.
 
     As in the consumer of `pk.client`, the reader never skips a batch that it cannot read: it seeks
@@ -66,7 +66,7 @@ def taken(
     (rule L9), except with `insist`.
     """
     found: list[tuple[TopicPartition, pa.RecordBatch]] = []
-    refused: list[DamagedRange] = []
+    refused: list[ReportedDamage] = []
     while engine.ready:
         fetched = engine.ready.popleft()
         if engine.fetcher.position_id(fetched.place) == fetched.position_id:
@@ -77,10 +77,10 @@ def taken(
                     if rows is not None:
                         found.append((fetched.place, rows))
             except (errors.CorruptBatch, errors.InvalidRecord) as damage:
-                refused.append(DamagedRange(fetched.place, damage, position))
+                refused.append(ReportedDamage(fetched.place, damage, position))
                 engine.step(Seek(fetched.place, position))
             except errors.DataLoss as loss:
-                refused.append(DamagedRange(fetched.place, loss, position))
+                refused.append(ReportedDamage(fetched.place, loss, position))
                 behind = position if insist else int(loss.details["next_offset"])
                 engine.step(Seek(fetched.place, behind))
         engine.step(Consumed(fetched.node, len(fetched.payload)))

@@ -35,7 +35,7 @@ from pk.sim.checkers import Invariants, PartitionSample, require
 from pk.sim.cluster import SimCluster
 from pk.sim.cluster_checkers import Mark, QuorumCheck, QuorumSample, ReplicaCheck, ReplicaSample
 from pk.sim.loss_model import LossModel, PartitionFacts, Registration
-from pk.sim.machine import Machine
+from pk.sim.machine import SimMachine
 from pk.sim.options import BROKER, CONTROLLER
 from pk.sim.oracle import Oracle
 from pk.types import NONE, NodeId, PartitionKey
@@ -84,7 +84,7 @@ class Observer:
 
     # -- controllers -------------------------------------------------------------------------------
 
-    def _watch_controller(self, machine: Machine, node: ControllerNode) -> None:
+    def _watch_controller(self, machine: SimMachine, node: ControllerNode) -> None:
         sim_node = machine.sim_node(CONTROLLER)
         assert sim_node is not None
         life, quorum, metadata = sim_node.incarnation, node.metadata.quorum, node.metadata
@@ -118,7 +118,7 @@ class Observer:
 
         sim_node.after = after
 
-    def metadata_hit(self, machine: Machine) -> None:
+    def metadata_hit(self, machine: SimMachine) -> None:
         """Forget a controller that is about to lose its disk."""
         self.quorum.forget(machine.node_id)
         self._read.pop(machine.node_id, None)
@@ -217,7 +217,7 @@ class Observer:
         known = self.image.brokers.get(broker)
         return None if known is None else Registration(known.boot_id, known.directory_ids)
 
-    def hit(self, machine: Machine, *, disk: bool = False) -> None:
+    def hit(self, machine: SimMachine, *, disk: bool = False) -> None:
         """Note that a machine is about to lose its power, or its broker's disk."""
         if BROKER not in machine.processes:
             return
@@ -234,20 +234,20 @@ class Observer:
             for place in [place for place in self._ends if place[1] == machine.node_id]:
                 del self._ends[place]
 
-    def given_up(self, machine: Machine, partition: str) -> None:
+    def given_up(self, machine: SimMachine, partition: str) -> None:
         """Note that a broker discards its log and begins it again, as its leader demands."""
         for key in self._called(partition):
             self.replicas.given_up(machine.node_id, key)
 
-    def _made_anew(self, machine: Machine, told: dict[str, object]) -> None:
+    def _made_anew(self, machine: SimMachine, told: dict[str, object]) -> None:
         for key in self._called(str(told["partition"])):
             self.losses.made_anew(key, machine.node_id)
             self.invariants.forget(machine.node_id, key)
 
-    def _begun_anew(self, machine: Machine, told: dict[str, object]) -> None:
+    def _begun_anew(self, machine: SimMachine, told: dict[str, object]) -> None:
         self._begun[machine.node_id, str(told["partition"])] = None
 
-    def _offline(self, machine: Machine, told: dict[str, object]) -> None:
+    def _offline(self, machine: SimMachine, told: dict[str, object]) -> None:
         """Note that a replica is offline, perhaps because a full disk stopped its new log.
 
         Then the rest of the old log need not be what it was.
@@ -263,7 +263,7 @@ class Observer:
 
     # -- brokers -----------------------------------------------------------------------------------
 
-    def _watch_broker(self, machine: Machine, node: BrokerNode) -> None:
+    def _watch_broker(self, machine: SimMachine, node: BrokerNode) -> None:
         sim_node = machine.sim_node(BROKER)
         assert sim_node is not None
         life, partitions = sim_node.incarnation, node.core.partitions

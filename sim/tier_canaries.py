@@ -13,7 +13,7 @@ from pk.log.partition_log import PartitionLog
 from pk.server.tier.client import TierClient
 from pk.tiering import owner as owning
 from pk.tiering import plan as planning
-from pk.tiering.accounting import Account
+from pk.tiering.accounting import RowBalance
 from pk.tiering.table import Commit
 from pk.tiering.worker import TierWorker
 
@@ -85,5 +85,5 @@ def delta_log_not_verified(stack: ExitStack) -> None:
 
 def rows_not_counted(stack: ExitStack) -> None:
     """Load a version without comparing numRecords of its files with the counters."""
-    all_there = Account(missing=0, first=0, below=0, spare=0)
+    all_there = RowBalance(missing=0, first=0, below=0, spare=0)
     stack.enter_context(patch("pk.tiering.accounting.account", lambda *_: all_there))

@@ -68,7 +68,7 @@ WORLD_GENERIC = {
     "pk.client.offsets",
     "pk.client.produce_engine",
     "pk.client.tier_rows",
-    "pk.tiering.file_watch",
+    "pk.tiering.file_checker",
     "pk.tiering.log_reading",
     "pk.tiering.reader",
     "pk.tiering.refill",

@@ -32,7 +32,7 @@ from pk.tiering.layout import PartitionCounters, parse_data_path
 from pk.types import NONE, Offset
 
 
-class Snapshot(Protocol):
+class SnapshotView(Protocol):
     """The parts of a table's version that the accounting needs (`table.Snapshot` has them)."""
 
     @property
@@ -57,7 +57,7 @@ class RowsMissing(NamedTuple):
     ranges: tuple[tuple[Offset, Offset], ...]  #: ranges `[start, end)` that no file holds
 
 
-class Account(NamedTuple):
+class RowBalance(NamedTuple):
     """The rows of a partition's live files compared with its counters; a negative `missing` means
     that the files hold too many rows."""
 
@@ -81,7 +81,7 @@ class Suspect(NamedTuple):
     files: tuple[DataFile, ...]
 
 
-def account(files: Sequence[DataFile], counters: PartitionCounters) -> Account | None:
+def account(files: Sequence[DataFile], counters: PartitionCounters) -> RowBalance | None:
     """Returns how many rows `files` lack; None if that is unknown (N3)."""
     live = [file for file in files if file.max_offset >= counters.start]
     if any(_unknown(file) for file in live):
@@ -89,7 +89,7 @@ def account(files: Sequence[DataFile], counters: PartitionCounters) -> Account |
     missing = counters.rows - counters.removed - sum(file.rows for file in live)
     spare = sum(min(file.rows, max(0, counters.start - held_by(file)[0])) for file in live)
     first, below = _whole_upto(live, counters.start), _whole_from(live, counters.end)
-    return Account(missing, first, below, spare)
+    return RowBalance(missing, first, below, spare)
 
 
 def _unknown(file: DataFile) -> bool:
@@ -131,7 +131,7 @@ def _whole_from(live: Sequence[DataFile], end: Offset) -> Offset:
     return at
 
 
-def rows_missing(snapshot: Snapshot, partition: int) -> RowsMissing | None:
+def rows_missing(snapshot: SnapshotView, partition: int) -> RowsMissing | None:
     """Returns the missing rows of the partition that are not settled yet; None if no row is known
     to be missing."""
     counters = snapshot.partition(partition)
@@ -142,21 +142,21 @@ def rows_missing(snapshot: Snapshot, partition: int) -> RowsMissing | None:
     return RowsMissing(found.missing, found.first, found.below, gaps)
 
 
-def first_missing(snapshot: Snapshot, partition: int) -> Offset:
+def first_missing(snapshot: SnapshotView, partition: int) -> Offset:
     """Returns the offset from which rows of the partition may be missing; NONE if no row is
     missing."""
     found = snapshot.rows_missing(partition)
     return NONE if found is None else found.first
 
 
-def missing_of(snapshot: Snapshot, partitions: Iterable[int]) -> dict[int, RowsMissing]:
+def missing_of(snapshot: SnapshotView, partitions: Iterable[int]) -> dict[int, RowsMissing]:
     """Returns the missing rows by partition, of those `partitions` whose counters the snapshot
     knows."""
     found = {p: snapshot.rows_missing(p) for p in partitions if p in snapshot.counters}
     return {partition: each for partition, each in found.items() if each is not None}
 
 
-def _gaps(snapshot: Snapshot, partition: int) -> Iterator[tuple[Offset, Offset]]:
+def _gaps(snapshot: SnapshotView, partition: int) -> Iterator[tuple[Offset, Offset]]:
     counters = snapshot.partition(partition)
     at = counters.start
     for start, stop in sorted(map(held_by, snapshot.files_of(partition))):
@@ -191,7 +191,7 @@ def data_loss(
     )
 
 
-def check_rows(uri: str, snapshot: Snapshot) -> None:
+def check_rows(uri: str, snapshot: SnapshotView) -> None:
     """Raises `TierTableChanged` if a partition holds rows that pk did not write."""
     for partition, counters in snapshot.counters.items():
         found = account(snapshot.files_of(partition), counters)
@@ -226,7 +226,7 @@ def is_due(files: Sequence[DataFile], counters: PartitionCounters) -> bool:
     return found.settles or (found.missing > 0 and found.below <= counters.start)
 
 
-def suspects(snapshot: Snapshot, partition: int) -> list[Suspect]:
+def suspects(snapshot: SnapshotView, partition: int) -> list[Suspect]:
     """Returns the ranges where rows may be missing: a repair copies them again and replaces their
     files.
 

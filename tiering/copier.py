@@ -99,7 +99,7 @@ class Measure:
 
 
 @dataclass(slots=True, frozen=True, eq=False)
-class HandOver:
+class CommitToTable:
     """Effect: hand a change to the table's owner (`commit_to_table`)."""
 
     request: wire.CommitToTableRequest
@@ -153,7 +153,7 @@ class Uploaded:
 class HandedOver:
     """Event: the owner committed the change, or the table already contained it."""
 
-    asked: HandOver
+    asked: CommitToTable
 
 
 @dataclass(slots=True)
@@ -173,7 +173,7 @@ class Checked:
 
 @dataclass(slots=True)
 class OperationFailed:
-    asked: Upload | Measure | HandOver | Confirm
+    asked: Upload | Measure | CommitToTable | Confirm
     error: errors.PkError
 
 
@@ -226,7 +226,7 @@ class _Repair:
     upload: Upload
     sent: bool = False
     add: wire.AddFile | None = None
-    hand_over: HandOver | None = None
+    hand_over: CommitToTable | None = None
 
 
 class Copier:
@@ -242,7 +242,7 @@ class Copier:
         self.droppable_end: Offset = NONE
         self._queue: deque[_Piece] = deque()
         self._upload: Upload | None = None
-        self._hand_over: HandOver | None = None
+        self._hand_over: CommitToTable | None = None
         self._repair: _Repair | None = None
         self._hopeless: dict[str, None] = {}  #: damaged files whose rows the local log lacks
         self._marks: deque[tuple[int, Offset]] = deque()  #: (first seen, LSO then)
@@ -501,7 +501,7 @@ class Copier:
             rows_added=sum(add.rows for add in adds),
             sum_added=sum(add.row_sum for add in adds) % SUM_MODULUS,
         )
-        self._hand_over = HandOver(self._request(table, adds, [], counter, data_change=True))
+        self._hand_over = CommitToTable(self._request(table, adds, [], counter, data_change=True))
         effects.append(Send(OWNER, self._hand_over))
         return []
 
@@ -521,7 +521,7 @@ class Copier:
         assert lost is not None
         counter = wire.TierCounter(partition=self.partition, claim=view.leader_epoch)
         removes = [wire.RemoveFile(path=lost.path, partition=self.partition, rows=lost.rows)]
-        repair.hand_over = HandOver(
+        repair.hand_over = CommitToTable(
             self._request(table, [repair.add], removes, counter, data_change=False)
         )
         effects.append(Send(OWNER, repair.hand_over))

@@ -241,7 +241,7 @@ def _path(action: Any) -> str:
     return urllib.parse.unquote(path)
 
 
-class Walk:
+class CommitWalk:
     """Reads a table's newest commits backwards and compares its files with them.
 
     `known` is the newest version that was compared before, -1 if there is none.  The caller asks
@@ -321,7 +321,7 @@ def compare(
     """Raises `TierTableChanged` unless `files` are what was committed up to `version`; `read`
     returns the JSON of a version."""
     check_names(uri, version, files.values())
-    walk = Walk(uri, version, files, -1)
+    walk = CommitWalk(uri, version, files, -1)
     while wanted := walk.wanted():
         for each in wanted:
             walk.take(each, read(each))

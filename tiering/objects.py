@@ -19,7 +19,8 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from crc32c import crc32c
 
-Buffer = bytes | bytearray | memoryview
+from pk.world import Buffer as Buffer
+
 T = TypeVar("T")
 
 

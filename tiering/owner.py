@@ -109,7 +109,7 @@ class PartitionsSeen:
 
 
 @dataclass(slots=True)
-class Loaded:
+class TableLoaded:
     """Event: answer to `Load` or `Create`; None = there is no table."""
 
     snapshot: Snapshot | None
@@ -144,7 +144,15 @@ class Wake:
 
 
 OwnerEvent = (
-    Submit | ClaimPartition | PartitionsSeen | Loaded | Committed | Vacuumed | Failed | Close | Wake
+    Submit
+    | ClaimPartition
+    | PartitionsSeen
+    | TableLoaded
+    | Committed
+    | Vacuumed
+    | Failed
+    | Close
+    | Wake
 )
 
 
@@ -230,7 +238,7 @@ class Owner:
                 self._queue(claim, effects)
             case PartitionsSeen():
                 self._seen(event)
-            case Loaded():
+            case TableLoaded():
                 self._loaded(event, now_ms, effects)
             case Committed():
                 self._committed(event, now_ms, effects)
@@ -356,7 +364,7 @@ class Owner:
         self._known = dict(self._state.log_starts)
         effects.append(Send(TABLE, operation))
 
-    def _loaded(self, event: Loaded, now_ms: int, effects: list[Effect]) -> None:
+    def _loaded(self, event: TableLoaded, now_ms: int, effects: list[Effect]) -> None:
         asked, self._under_way = self._under_way, None
         assert isinstance(asked, Load | Create), asked
         if isinstance(asked, Create) and event.snapshot is not None:

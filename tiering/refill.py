@@ -27,7 +27,7 @@ from pk.wire import pk_pb2 as wire
 STRETCHES_MAX = 100
 
 
-class Host(Protocol):
+class TableCommitter(Protocol):
     """The parts of the worker that a repair needs."""
 
     async def commit_to_table(
@@ -36,7 +36,7 @@ class Host(Protocol):
 
 
 async def carry_out(
-    host: Host,
+    host: TableCommitter,
     told: wire.TierPartition,
     accepting: bool,
     place: Callable[[], Awaitable[TablePartition]],
@@ -58,7 +58,7 @@ async def carry_out(
     return reply
 
 
-async def accept(host: Host, snapshot: Snapshot, told: wire.TierPartition) -> int:
+async def accept(host: TableCommitter, snapshot: Snapshot, told: wire.TierPartition) -> int:
     """Settles the missing rows of the partition; returns how many."""
     missing = snapshot.rows_missing(told.partition)
     if missing is None:
@@ -70,7 +70,7 @@ async def accept(host: Host, snapshot: Snapshot, told: wire.TierPartition) -> in
 
 
 async def repair(
-    host: Host,
+    host: TableCommitter,
     snapshot: Snapshot,
     told: wire.TierPartition,
     copy: Callable[[Upload], Awaitable[Uploaded]],
@@ -93,7 +93,7 @@ async def repair(
 
 
 async def _refill(
-    host: Host,
+    host: TableCommitter,
     snapshot: Snapshot,
     told: wire.TierPartition,
     stretch: Suspect,

@@ -31,7 +31,7 @@ from pk.tiering import copier as copying
 from pk.tiering import owner as owning
 from pk.tiering.copier import Copier
 from pk.tiering.data_files import DataFile
-from pk.tiering.file_watch import FileWatch
+from pk.tiering.file_checker import FileChecker
 from pk.tiering.objects import Executor, ObjectStore
 from pk.tiering.output_buffer import OutputBuffer
 from pk.tiering.owner import Owner, OwnerSettings
@@ -96,7 +96,7 @@ class TierWorker:
         self._on_rows_missing = on_rows_missing
         self._clock_trusted = clock_trusted
         self._tasks = TaskRegistry(functools.partial(on_bug, "tier"))
-        self._watch = FileWatch(
+        self._watch = FileChecker(
             store, self.reader, world.clock, self._place, self._damage_changed, self._tasks
         )
         self._uploading = asyncio.Semaphore(UPLOADS_MAX)
@@ -443,9 +443,9 @@ class TierWorker:
         try:
             match operation:
                 case owning.Load():
-                    event = owning.Loaded(await topic.table.load(operation.partitions))
+                    event = owning.TableLoaded(await topic.table.load(operation.partitions))
                 case owning.Create():
-                    event = owning.Loaded(await topic.table.create())
+                    event = owning.TableLoaded(await topic.table.create())
                 case Commit():
                     event = owning.Committed(await topic.table.commit(operation))
                     self.counts.commits += 1
@@ -546,7 +546,7 @@ class TierWorker:
         self.counts.repaired_files += repaired
 
     async def _hand_over(
-        self, topic: TopicTier, led: LedPartition, asked: copying.HandOver
+        self, topic: TopicTier, led: LedPartition, asked: copying.CommitToTable
     ) -> None:
         async def work() -> copying.HandedOver:
             await self.commit_to_table(asked.request)

@@ -51,7 +51,7 @@ _MINE = (errors.StaleBrokerEpoch, errors.ClusterIdMismatch, errors.DirectoryOfAn
 
 
 @dataclass(slots=True)
-class Identity:
+class BrokerIdentity:
     """The identity under which a broker registers (rule L3)."""
 
     node_id: int
@@ -78,7 +78,7 @@ class BrokerLifecycleManager:
         world: World,
         addresses: Sequence[str],
         hello: wire.Hello,
-        identity: Identity,
+        identity: BrokerIdentity,
         *,
         session_timeout_ms: int,
         heartbeat_interval_ms: int,

@@ -26,7 +26,7 @@ from pk import errors, tracing
 from pk.log.manager import LogManager
 from pk.log.storage import Disk
 from pk.server.broker.core import BrokerCore
-from pk.server.broker.lifecycle import BrokerLifecycleManager, Identity
+from pk.server.broker.lifecycle import BrokerIdentity, BrokerLifecycleManager
 from pk.server.broker.metadata_publisher import MetadataPublisher
 from pk.server.broker.scheduler import BrokerScheduler
 from pk.server.handlers.admin import ProducerIds
@@ -42,7 +42,7 @@ from pk.wire.calls import PROTOCOL, accept_stream, error_head
 from pk.world import Disconnected, Listener, Stream, StreamKind, World
 
 if TYPE_CHECKING:
-    from pk.server.node.run_config import Process, RunConfig
+    from pk.server.node.run_config import RoleContext, RunConfig
 
 #: Streams of all kinds a broker serves at once.
 STREAMS_MAX = 10_000
@@ -165,10 +165,10 @@ class BrokerNode:
         await self._until_unfenced()
         self._serving.set()
 
-    def _identity(self) -> Identity:
+    def _identity(self) -> BrokerIdentity:
         run, directories = self.run, self._manager.directories
         epochs = {each.previous_broker_epoch for each in directories}
-        return Identity(
+        return BrokerIdentity(
             node_id=run.node_id,
             cluster_id=run.cluster_id,
             incarnation_id=self._incarnation_id,
@@ -362,7 +362,7 @@ def open_disks(run: RunConfig) -> list[Disk]:
     return disks
 
 
-async def _serve_process(process: Process) -> None:
+async def _serve_process(process: RoleContext) -> None:
     from pk.server.node.metrics_endpoint import serve_metrics
 
     disks = open_disks(process.run)

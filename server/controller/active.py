@@ -45,6 +45,7 @@ from pk.server.controller.sessions import Session, Sessions
 from pk.server.metadata.image import BROKER_RESOURCE, MetadataImage
 from pk.server.metadata.records import MetadataRecord
 from pk.server.raft.log import RaftLog
+from pk.server.raft.log_reader import Say
 from pk.server.runtime.replayed_host import ReplayedHost
 from pk.tasks import TaskRegistry
 from pk.types import NONE, NodeId, PartitionKey
@@ -67,8 +68,6 @@ LATE_MS = 20
 RETRY_MS = 1_000
 #: Most names that one log line lists.
 NAMED_MAX = 20
-
-Say = Callable[..., None]
 
 
 class ActiveController:

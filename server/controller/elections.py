@@ -46,7 +46,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from pk.server.controller.reports import Position, Report, Reports
+from pk.server.controller.reports import EpochAndEnd, Report, Reports
 from pk.server.metadata.image import MetadataImage, PartitionState
 from pk.types import NONE, NodeId, PartitionKey
 from pk.wire import pk_pb2 as wire
@@ -104,7 +104,7 @@ class LeaderEligibility:
             return None
         return report
 
-    def position(self, member: NodeId, key: PartitionKey) -> Position | None:
+    def position(self, member: NodeId, key: PartitionKey) -> EpochAndEnd | None:
         report, since = self.report(member), self.image.leaderless.get(key)
         return None if report is None or since is None else report.position(key, since)
 
@@ -132,7 +132,7 @@ class PartitionChangeBuilder:
         self.restated = False  #: the ISR is committed once more, for the partition epoch's sake
         self.elected_uncleanly = False
         #: Positions of who may have held what a recovery election lost; empty if there was none.
-        self.at_risk: Mapping[NodeId, Position | None] = {}
+        self.at_risk: Mapping[NodeId, EpochAndEnd | None] = {}
         self._min_isr = max(1, min_insync_replicas)
 
     # -- members come and leave -----------------------------------------------------------------
@@ -252,7 +252,7 @@ class PartitionChangeBuilder:
         """
         if len(members) == 1:
             return members[0]
-        positions: dict[NodeId, Position] = {}
+        positions: dict[NodeId, EpochAndEnd] = {}
         for member in members:
             at = cluster.position(member, self.key)
             if at is None:

@@ -44,7 +44,7 @@ from pk.wire.connection_quotas import proven_by_address
 from pk.world import Listener, Stream, StreamKind, World
 
 if TYPE_CHECKING:
-    from pk.server.node.run_config import Process, RunConfig
+    from pk.server.node.run_config import RoleContext, RunConfig
 
 GRACE_MS = 500
 FETCH_BYTES_MAX = 4 * limits.MIB
@@ -61,7 +61,7 @@ _ASKED = (
 #: followed.
 _CONTACT = ("register_broker", "broker_heartbeat")
 
-FetchReply = tuple[wire.FetchMetadataLogReply, Iterable[Buffer]]
+MetadataLogReply = tuple[wire.FetchMetadataLogReply, Iterable[Buffer]]
 
 
 def first_voters(run: RunConfig) -> dict[Voter, str] | None:
@@ -287,7 +287,7 @@ class ControllerNode:
 
             return handle
 
-        async def fetch(request: Any, _frame: frames.Frame) -> FetchReply:
+        async def fetch(request: Any, _frame: frames.Frame) -> MetadataLogReply:
             return await self._fetch(request)
 
         of_quorum = self.metadata.handlers()
@@ -371,7 +371,7 @@ class ControllerNode:
 
     # -- the metadata log --------------------------------------------------------------------------
 
-    async def _fetch(self, request: wire.FetchMetadataLogRequest) -> FetchReply:
+    async def _fetch(self, request: wire.FetchMetadataLogRequest) -> MetadataLogReply:
         """Return committed batches from an offset; wait for the first one.
 
         For an offset below the start of the log the reply names a snapshot (KIP-630).  Raises
@@ -425,7 +425,7 @@ def main(run: RunConfig) -> int:
     return process_main("controller", run, _serve_process)
 
 
-async def _serve_process(process: Process) -> None:
+async def _serve_process(process: RoleContext) -> None:
     from pk.log.files import RealDisk, RealStorage
     from pk.server.node.metrics_endpoint import serve_metrics
 

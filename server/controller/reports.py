@@ -32,7 +32,7 @@ from pk.types import NodeId, PartitionKey
 from pk.wire import pk_pb2 as wire
 
 #: (last epoch, log end) of a replica; recovery elections compare these.
-Position = tuple[int, int]
+EpochAndEnd = tuple[int, int]
 #: Most positions that one heartbeat reply asks for.
 POSITIONS_MAX = 10_000
 
@@ -65,14 +65,14 @@ class Report:
     broker_epoch: int
     offline: Mapping[PartitionKey, None] = field(default_factory=dict)
     #: The position, and the offset that the broker's image had reached when it reported it.
-    positions: Mapping[PartitionKey, tuple[Position, int]] = field(default_factory=dict)
+    positions: Mapping[PartitionKey, tuple[EpochAndEnd, int]] = field(default_factory=dict)
     unfit: tuple[Unfit, ...] = ()
 
     def gives_up(self, key: PartitionKey) -> str:
         """The reason why the replica gives up the lead; '' if there is none."""
         return next((each.reason for each in self.unfit if each.gives_up and each.covers(key)), "")
 
-    def position(self, key: PartitionKey, since: int) -> Position | None:
+    def position(self, key: PartitionKey, since: int) -> EpochAndEnd | None:
         """The position if it counts (H2); `since`: the offset from which there is no leader."""
         found = self.positions.get(key)
         return None if found is None or found[1] < since else found[0]
@@ -86,7 +86,7 @@ def reported(
     before: Report | None, request: wire.BrokerHeartbeatRequest, leaderless: Container[PartitionKey]
 ) -> Report:
     """Return the report of a broker after `request`, without positions of led partitions."""
-    kept: dict[PartitionKey, tuple[Position, int]] = {}
+    kept: dict[PartitionKey, tuple[EpochAndEnd, int]] = {}
     if before is not None and before.broker_epoch == request.broker_epoch:
         kept = {key: at for key, at in before.positions.items() if key in leaderless}
     for each in request.positions:

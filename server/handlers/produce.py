@@ -53,7 +53,7 @@ OWED_MAX = 4_096
 ENTRIES_MAX = 10_000
 TIMEOUT_DEFAULT_MS = 30_000
 
-Checked = Header | errors.PkError
+HeaderOrError = Header | errors.PkError
 
 
 class _Entry(NamedTuple):
@@ -78,8 +78,8 @@ class _Job:
         self.acks = acks
         self.deadline_ms = deadline_ms
         self.entries = entries
-        self.checked: list[Checked] | None = None
-        self.checking: Awaitable[list[Checked]] | None = None
+        self.checked: list[HeaderOrError] | None = None
+        self.checking: Awaitable[list[HeaderOrError]] | None = None
 
 
 def weight(entries: list[_Entry]) -> int:
@@ -98,9 +98,9 @@ def weight(entries: list[_Entry]) -> int:
     return total
 
 
-def check_entries(entries: list[_Entry]) -> list[Checked]:
+def check_entries(entries: list[_Entry]) -> list[HeaderOrError]:
     """Return each entry's validated header, or the reason to refuse it.  Thread-safe."""
-    found: list[Checked] = []
+    found: list[HeaderOrError] = []
     for entry in entries:
         try:
             header = batches.check(entry.batch, entry.size_max)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from pk import tracing
 
 if TYPE_CHECKING:
-    from pk.server.node.run_config import Process, RunConfig
+    from pk.server.node.run_config import RoleContext, RunConfig
 
 BROKER = "broker"
 
@@ -27,7 +27,7 @@ def socket_names(run: RunConfig) -> Mapping[str, str]:
     return {role: f"{role}-metrics" for role in (*run.roles, *tier) if role != BROKER}
 
 
-async def serve_metrics(process: Process) -> asyncio.Server | None:
+async def serve_metrics(process: RoleContext) -> asyncio.Server | None:
     """Serve the metrics of this process if the option is set.  Raises `AddressInUse`."""
     from pk.server.node.run_config import socket_address
 

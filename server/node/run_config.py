@@ -2,7 +2,7 @@
 
 The supervisor resolves all settings once and writes them to `DIR/run/config.json` (mode 0600: it
 may hold store credentials); a child is started as `python -m pk.server ROLE --run DIR/run` and
-reads them back.  `process_main` gives the role's coroutine a `Process`: the real World, a log,
+reads them back.  `process_main` gives the role's coroutine a `RoleContext`: the real World, a log,
 metrics, the request to stop, and the ready line.
 
     def main(run: RunConfig) -> int:
@@ -47,7 +47,7 @@ from pk.types import NodeId
 from pk.world import World
 
 if TYPE_CHECKING:
-    from pk.wire.memory import Memory
+    from pk.wire.memory import InboundMemory
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -211,7 +211,8 @@ def boot_id() -> str:
 
 
 def real_world(
-    on_error: Callable[[str, BaseException], None] | None = None, memory: Memory | None = None
+    on_error: Callable[[str, BaseException], None] | None = None,
+    memory: InboundMemory | None = None,
 ) -> World:
     """Return the World of the operating system; `memory`: the budget of inbound frames."""
     from pk.wire.socket_network import PkNetwork  # the supervisor needs no grpc
@@ -224,7 +225,7 @@ def real_world(
     )
 
 
-class Process:
+class RoleContext:
     """The argument of a role's coroutine."""
 
     def __init__(self, role: str, run: RunConfig) -> None:
@@ -270,7 +271,7 @@ def print_line(facts: Mapping[str, object]) -> None:
         pass
 
 
-def process_main(role: str, run: RunConfig, serve: Callable[[Process], Awaitable[None]]) -> int:
+def process_main(role: str, run: RunConfig, serve: Callable[[RoleContext], Awaitable[None]]) -> int:
     """Run `serve` until it returns.  Returns the exit code (see the module)."""
     die_with_parent()
     raise_descriptor_limit()
@@ -291,8 +292,8 @@ def process_main(role: str, run: RunConfig, serve: Callable[[Process], Awaitable
     return EXIT_OK
 
 
-async def _run(role: str, run: RunConfig, serve: Callable[[Process], Awaitable[None]]) -> None:
-    process = Process(role, run)
+async def _run(role: str, run: RunConfig, serve: Callable[[RoleContext], Awaitable[None]]) -> None:
+    process = RoleContext(role, run)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, process.stopping.set)

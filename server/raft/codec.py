@@ -19,7 +19,7 @@ from pk.server.raft.messages import (
     FetchReply,
     FetchStatus,
     QuorumEpochReply,
-    Reply,
+    RaftReply,
     Request,
     Voter,
     VoteReply,
@@ -52,7 +52,7 @@ def _leader(message: Any) -> Voter | None:
     return _read(message.leader) if message.HasField("leader") else None
 
 
-def encode(message: Request | Reply) -> Message:
+def encode(message: Request | RaftReply) -> Message:
     """Return the wire form of a message.  The payload of a `FetchReply` is sent behind it."""
     return _ENCODE[type(message)](message)
 
@@ -115,7 +115,7 @@ _ENCODE: dict[type, Callable[[Any], Message]] = {
 }
 
 
-def decode(m: Any, payload: Any = b"") -> Request | Reply:
+def decode(m: Any, payload: Any = b"") -> Request | RaftReply:
     """Return the message that `encode` encoded.  Raises `InvalidRequest`."""
     kind = m.DESCRIPTOR.name
     read = _DECODE.get(kind)
@@ -168,7 +168,7 @@ def _decode_fetch_reply(m: wire.QuorumFetchReply, payload: Any = b"") -> FetchRe
     )  # fmt: skip
 
 
-_DECODE: dict[str, Callable[[Any], Request | Reply]] = {
+_DECODE: dict[str, Callable[[Any], Request | RaftReply]] = {
     "QuorumVoteRequest": _decode_vote_request,
     "QuorumVoteReply": _decode_vote_reply,
     "QuorumBeginRequest": _decode_begin_epoch,

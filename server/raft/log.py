@@ -239,7 +239,7 @@ class RaftLog(Generic[R]):
         self._tell(failure)
         self._on_fatal(failure)
 
-    def _post(self, event: messages.Event) -> None:
+    def _post(self, event: messages.RaftEvent) -> None:
         try:
             self._host.post(event)
         except errors.ThrottledError as full:

@@ -51,7 +51,6 @@ from pk.server.raft.messages import (
     BeginEpoch,
     BeginQuorumEpoch,
     EndQuorumEpoch,
-    Event,
     Fetch,
     FetchReply,
     FetchStatus,
@@ -59,6 +58,7 @@ from pk.server.raft.messages import (
     LoadSnapshot,
     LogState,
     QuorumEpochReply,
+    RaftEvent,
     ReplyReceived,
     RequestReceived,
     Resign,
@@ -131,7 +131,7 @@ class Quorum:
     def majority(self) -> int:
         return len(self.voters) // 2 + 1
 
-    def step(self, event: Event, now_ms: int) -> Sequence[Effect]:
+    def step(self, event: RaftEvent, now_ms: int) -> Sequence[Effect]:
         """Handle one event and return the effects.  Nothing else changes the state."""
         if isinstance(event, Started):
             self._start(event, now_ms)

@@ -135,7 +135,7 @@ class FetchReply:
     payload: Any = b""
 
 
-Reply = VoteReply | QuorumEpochReply | FetchReply
+RaftReply = VoteReply | QuorumEpochReply | FetchReply
 
 # -- what happens to a node ------------------------------------------------------------------------
 
@@ -184,7 +184,7 @@ class RequestReceived:
 class ReplyReceived:
     """Event: a reply arrived."""
 
-    message: Reply
+    message: RaftReply
 
 
 @dataclass(slots=True, frozen=True)
@@ -235,7 +235,7 @@ class Resign:
     """Event: the process is about to end."""
 
 
-Event = (
+RaftEvent = (
     Started
     | RequestReceived
     | ReplyReceived

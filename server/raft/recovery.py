@@ -13,7 +13,7 @@ Invariants
   O2  Committed records are never cut as a torn tail.  Damage below `synced_end`, or below a
       snapshot, is reported and left in place.  A clean stop notes the end of the log, so that no
       later damage is taken for a torn tail.
-  O3  Every cut is reported with its range (`Opened.cuts`).
+  O3  Every cut is reported with its range (`OpenedDirectory.cuts`).
   O4  If there are records and no vote, nothing is cut, because the synced end is unknown.  The
       voters decide whether the node may start without its vote (raft/log W7; rule Q5).
 """
@@ -31,7 +31,7 @@ from pk.log.damaged_ranges import bases_of
 from pk.log.partition_log import PartitionLog
 from pk.log.plan import LogConfig
 from pk.log.recovery import Stop
-from pk.log.segment import Segment, Walk, corrupt
+from pk.log.segment import BatchWalk, Segment, corrupt
 from pk.log.storage import Storage
 from pk.server.raft.messages import Vote
 from pk.server.raft.snapshot_files import KEEP, LOAD, Found, finish_load
@@ -79,7 +79,7 @@ class SnapshotRules:
 
 
 @dataclass(slots=True, frozen=True)
-class Opened:
+class OpenedDirectory:
     """The result of opening the metadata directory."""
 
     vote: Vote
@@ -152,7 +152,7 @@ def base_of(kept: Sequence[SnapshotId], first: int) -> SnapshotId:
     return covering[0]
 
 
-def recover(storage: Storage, rules: SnapshotRules, now_ms: int) -> Opened:
+def recover(storage: Storage, rules: SnapshotRules, now_ms: int) -> OpenedDirectory:
     """Open the directory by the table of the module.  Raises `CorruptLog`."""
     state = read_state(storage)
     lost = state is None and _holds_records(storage)
@@ -165,7 +165,7 @@ def recover(storage: Storage, rules: SnapshotRules, now_ms: int) -> Opened:
             raise vote_lost(storage)
         log = _begin_anew(storage, rules, found.loading, now_ms)
         cut = f"everything below offset {found.loading.end}: a snapshot takes its place"
-        return Opened(vote, log, (found.loading,), found.damaged, (cut,))
+        return OpenedDirectory(vote, log, (found.loading,), found.damaged, (cut,))
     synced_end = max(synced_end, found.newest_end)  # O2: the end noted with the vote may be old
     log = _open(storage, rules, now_ms, synced_end=synced_end, log_start=None)
     where = f"{storage.root}/{LOG_DIR}"
@@ -177,7 +177,7 @@ def recover(storage: Storage, rules: SnapshotRules, now_ms: int) -> Opened:
     log.flush()
     log.advance_log_start(base.end)
     cuts = tuple(note for note in log.notes if any(word in note for word in _CUT_WORDS))
-    return Opened(vote, log, kept, found.damaged, cuts, lost)
+    return OpenedDirectory(vote, log, kept, found.damaged, cuts, lost)
 
 
 def vote_lost(storage: Storage) -> errors.CorruptLog:
@@ -203,7 +203,7 @@ def _whole_end(storage: Storage) -> int:
     for base in bases_of(storage, LOG_DIR):
         segment = Segment(storage, LOG_DIR, base)
         size = segment.stored_bytes()
-        walk = Walk(segment.read_at, 0, size, base, verify_from=base)
+        walk = BatchWalk(segment.read_at, 0, size, base, verify_from=base)
         for _ in walk:
             pass
         if walk.stop is not Stop.END:

@@ -50,7 +50,7 @@ POSITIONS_MAX = 1_000
 PARTITION_BYTES = 4 * limits.MIB
 
 
-class Replica:
+class PartitionFetchState:
     """One partition that this broker follows."""
 
     __slots__ = (
@@ -121,7 +121,7 @@ class ReplicaFetcherManager:
     def follow(self, partition: Partition, state: PartitionState) -> None:
         """Fetch `partition` from the leader that `state` names; nothing to do if that is so."""
         known = partition.replica
-        if isinstance(known, Replica):
+        if isinstance(known, PartitionFetchState):
             same = known.fetcher.leader == state.leader
             if same and known.leader_epoch == state.leader_epoch:
                 known.unclean_epoch = state.unclean_epoch
@@ -130,14 +130,14 @@ class ReplicaFetcherManager:
         fetcher = self._fetchers.get(state.leader)
         if fetcher is None:
             fetcher = self._fetchers[state.leader] = ReplicaFetcher(self.core, state.leader)
-        replica = Replica(fetcher, partition, state)
+        replica = PartitionFetchState(fetcher, partition, state)
         partition.follow(replica)
         fetcher.add(replica)
 
     def leave(self, partition: Partition) -> None:
         """Stop fetching: this broker leads, the replica was removed, or no broker leads."""
         replica = partition.detach()
-        if isinstance(replica, Replica):
+        if isinstance(replica, PartitionFetchState):
             replica.fetcher.remove(replica)
 
     def brokers_changed(self) -> None:
@@ -157,17 +157,19 @@ class ReplicaFetcher:
     def __init__(self, core: BrokerContext, leader: NodeId) -> None:
         self.core = core
         self.leader = leader
-        self._replicas: dict[PartitionKey, Replica] = {}
+        self._replicas: dict[PartitionKey, PartitionFetchState] = {}
         self._tasks = TaskRegistry(partial(core.bug, "following a leader"))
         self._started = False
         self._stream: Stream | None = None
         self._jitter = equal_jitter(core.world.rng)
         self._session: tuple[str, int] = ("", NONE)  #: address and broker epoch of the stream
-        self._positions: deque[Replica] = deque()  #: to be set
+        self._positions: deque[PartitionFetchState] = deque()  #: to be set
         self._position_id = 0  #: of the newest
-        self._confirm: dict[PartitionKey, Replica] = {}
+        self._confirm: dict[PartitionKey, PartitionFetchState] = {}
         self._forget: list[PartitionKey] = []
-        self._full: dict[PartitionKey, Replica] = {}  #: what they fetched found no room (L16)
+        self._full: dict[
+            PartitionKey, PartitionFetchState
+        ] = {}  #: what they fetched found no room (L16)
         self._owed = 0  #: credit that comes back when what was fetched is written
         self._credit = 0  #: to be granted with the next request
         self._wake = asyncio.Event()
@@ -175,7 +177,7 @@ class ReplicaFetcher:
 
     # -- replicas ----------------------------------------------------------------------------------
 
-    def add(self, replica: Replica) -> None:
+    def add(self, replica: PartitionFetchState) -> None:
         self._replicas[replica.key] = replica
         if not self._started:
             self._started = True
@@ -183,7 +185,7 @@ class ReplicaFetcher:
         self._poked.set()
         self._place_soon(replica)
 
-    def remove(self, replica: Replica) -> None:
+    def remove(self, replica: PartitionFetchState) -> None:
         if self._replicas.get(replica.key) is replica:
             del self._replicas[replica.key]
             self._confirm.pop(replica.key, None)
@@ -198,26 +200,26 @@ class ReplicaFetcher:
         if self._stream is not None and self._session != self._wanted_session():
             self._stream.close()
 
-    def again(self, replica: Replica, wait_ms: int = 0) -> None:
+    def again(self, replica: PartitionFetchState, wait_ms: int = 0) -> None:
         """Set the position of `replica` again after a back-off of at least `wait_ms`."""
         replica.placed = False
         self._tasks.spawn(self._later(replica, max(wait_ms, replica.refusals.next_ms())))
 
-    def no_room(self, replica: Replica) -> None:
+    def no_room(self, replica: PartitionFetchState) -> None:
         """Report to the leader that `replica` has no room, so that its ISR need not wait (L16)."""
         self._full[replica.key] = replica
         self._wake.set()
         self.again(replica, FULL_MS)
 
-    async def _later(self, replica: Replica, wait_ms: float) -> None:
+    async def _later(self, replica: PartitionFetchState, wait_ms: float) -> None:
         await self.core.clock.sleep_ms(self._jitter(wait_ms))
         self._place_soon(replica)
 
-    def _place_soon(self, replica: Replica) -> None:
+    def _place_soon(self, replica: PartitionFetchState) -> None:
         if replica.current and self._stream is not None:
             self._tasks.spawn(self._place(replica))
 
-    async def _place(self, replica: Replica) -> None:
+    async def _place(self, replica: PartitionFetchState) -> None:
         """Set the fetch position once every append to the log is written or undone (F2)."""
         replica.placed = False
         await self.core.fetchers.stand_still(replica.partition)
@@ -235,14 +237,14 @@ class ReplicaFetcher:
             self._positions.append(replica)
             self._wake.set()
 
-    def stored(self, replica: Replica, size: int) -> None:
+    def stored(self, replica: PartitionFetchState, size: int) -> None:
         """Confirm the replica's new end to the leader, after `size` fetched bytes were stored."""
         self._returns(replica, size)
         if replica.placed:
             self._confirm[replica.key] = replica
         self._wake.set()
 
-    def _returns(self, replica: Replica, size: int) -> None:
+    def _returns(self, replica: PartitionFetchState, size: int) -> None:
         """Return the credit of `size` bytes that were stored, undone, or dropped (F4)."""
         replica.owed -= (returned := min(size, replica.owed))
         self._owed -= (returned := min(returned, self._owed))
@@ -372,7 +374,7 @@ class ReplicaFetcher:
                 )
         return request
 
-    def _add_position(self, request: wire.FetchRequest, replica: Replica) -> None:
+    def _add_position(self, request: wire.FetchRequest, replica: PartitionFetchState) -> None:
         log = replica.partition.log
         assert log.log_end == log.written_end, "F2"
         end = _kept_end(replica.partition)
@@ -391,7 +393,7 @@ class ReplicaFetcher:
             partition_max_bytes=PARTITION_BYTES,
         )
 
-    async def _sync(self, replica: Replica) -> None:
+    async def _sync(self, replica: PartitionFetchState) -> None:
         partition = replica.partition
         try:
             await partition.writer.disk.write(partition.log.flush)
@@ -444,7 +446,9 @@ class ReplicaFetcher:
             return False
         return self._append(replica, entry, payload)
 
-    def _append(self, replica: Replica, entry: wire.FetchedPartition, payload: Buffer) -> bool:
+    def _append(
+        self, replica: PartitionFetchState, entry: wire.FetchedPartition, payload: Buffer
+    ) -> bool:
         partition, taken = replica.partition, bool(entry.payload_bytes)
         if taken:
             try:
@@ -468,7 +472,7 @@ class ReplicaFetcher:
 
     # -- changes of the log's shape ----------------------------------------------------------------
 
-    def _change(self, replica: Replica, work: Coroutine[Any, Any, None]) -> None:
+    def _change(self, replica: PartitionFetchState, work: Coroutine[Any, Any, None]) -> None:
         """Run `work`, which truncates or replaces the replica's log, then set the position again.
 
         Nothing else changes the log meanwhile.
@@ -486,7 +490,7 @@ class ReplicaFetcher:
 
         task.add_done_callback(done)
 
-    async def _try(self, replica: Replica, work: Coroutine[Any, Any, None]) -> bool:
+    async def _try(self, replica: PartitionFetchState, work: Coroutine[Any, Any, None]) -> bool:
         """Run `work`; False if a full disk left the log unchanged, so that it must run again."""
         try:
             await work
@@ -498,7 +502,7 @@ class ReplicaFetcher:
             self.core.storage_failed(replica.partition, error)
         return True
 
-    async def _cut(self, replica: Replica, theirs: EpochEnd) -> None:
+    async def _cut(self, replica: PartitionFetchState, theirs: EpochEnd) -> None:
         """Truncate the log to the end of the newest epoch that both logs may share (F3)."""
         partition, log, core = replica.partition, replica.partition.log, self.core
         await partition.writer.settled(partition)
@@ -526,7 +530,9 @@ class ReplicaFetcher:
         partition.cut_watermark(cut.offset)
         await core.manager.cut(partition.key, cut.offset)
 
-    async def _start_anew(self, replica: Replica, told: wire.StartAt, log_start: Offset) -> None:
+    async def _start_anew(
+        self, replica: PartitionFetchState, told: wire.StartAt, log_start: Offset
+    ) -> None:
         """Drop the local log and begin at the leader's START_AT answer (rule R5)."""
         partition, core = replica.partition, self.core
         await partition.writer.settled(partition)
@@ -542,7 +548,7 @@ class ReplicaFetcher:
             core.metrics.committed_cut.inc(known - offset)
         await self._begin(replica, offset, told.producer_snapshot, log_start)
 
-    async def _begin_blank(self, replica: Replica) -> None:
+    async def _begin_blank(self, replica: PartitionFetchState) -> None:
         """Start a blank log as a new replica, which takes the producers' state from its leader.
 
         (log/loading O2)
@@ -551,7 +557,7 @@ class ReplicaFetcher:
             await self._begin(replica, 0, b"", 0)
 
     async def _begin(
-        self, replica: Replica, offset: Offset, snapshot: bytes, log_start: Offset
+        self, replica: PartitionFetchState, offset: Offset, snapshot: bytes, log_start: Offset
     ) -> None:
         partition, log, core = replica.partition, replica.partition.log, self.core
         core.metrics.starts_anew.inc()
@@ -565,7 +571,7 @@ class ReplicaFetcher:
         await core.manager.start_anew(partition.key, offset, snapshot, log_start=log_start)
 
 
-def _given_up(replica: Replica, known: Offset) -> bool:
+def _given_up(replica: PartitionFetchState, known: Offset) -> bool:
     """Whether an unclean election followed the last record known to be committed (rule R4)."""
     return replica.unclean_epoch > replica.partition.log.epochs.epoch_of(known - 1)
 

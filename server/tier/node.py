@@ -42,7 +42,7 @@ from pk.wire.calls import PROTOCOL, Caller, Handler, accept_stream, error_head, 
 from pk.world import Disconnected, Listener, Stream, StreamKind, World
 
 if TYPE_CHECKING:
-    from pk.server.node.run_config import Process, RunConfig
+    from pk.server.node.run_config import RoleContext, RunConfig
 
 POLL_WAIT_MS = 10_000
 CALL_TIMEOUT_MS = 10_000
@@ -460,7 +460,7 @@ def main(run: RunConfig) -> int:
     return process_main("tier", run, _serve_process)
 
 
-async def _serve_process(process: Process) -> None:
+async def _serve_process(process: RoleContext) -> None:
     from pk.server.node.metrics_endpoint import serve_metrics
     from pk.server.node.run_config import RunConfig
     from pk.tiering.shell import RealTier

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from pk import errors
-from pk.wire.memory import Memory
+from pk.wire.memory import InboundMemory
 from pk.wire.socket_network import PkNetwork
 from pk.world import Listener, Stream, StreamHandler, StreamKind
 
@@ -50,7 +50,7 @@ def dialled(listener: Listener) -> socket.socket:
 
 @asynccontextmanager
 async def serving(
-    handler: StreamHandler, memory: Memory | None = None
+    handler: StreamHandler, memory: InboundMemory | None = None
 ) -> AsyncIterator[tuple[PkNetwork, Listener]]:
     """A network and its listener, which are closed however the test ends: a grpc server that is
     collected after its loop was closed complains of that, and hides why the test failed.

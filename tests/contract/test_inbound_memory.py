@@ -12,17 +12,17 @@ import pytest
 from pk import errors, limits
 from pk.clock import SystemClock
 from pk.wire.frames import decode, raise_error
-from pk.wire.inbound import CONNECTION_BYTES, FLOOR_BYTES, Inbound
-from pk.wire.memory import Memory
+from pk.wire.inbound import CONNECTION_BYTES, FLOOR_BYTES, MemoryPool
+from pk.wire.memory import InboundMemory
 from pk.wire.socket_network import PkNetwork
 from pk.world import Listener, Stream, StreamKind
 from tests.contract.socket_kit import END, dialled, framed, run, say, serving
 
 
-def budget(pool: int, frame_bytes_max: int = limits.MIB) -> Memory:
+def budget(pool: int, frame_bytes_max: int = limits.MIB) -> InboundMemory:
     """`pool` bytes for 100 connections."""
-    inbound = Inbound(pool + 100 * CONNECTION_BYTES, 100, frame_bytes_max)
-    return Memory(inbound, SystemClock())
+    inbound = MemoryPool(pool + 100 * CONNECTION_BYTES, 100, frame_bytes_max)
+    return InboundMemory(inbound, SystemClock())
 
 
 async def _keep(_kind: StreamKind, stream: Stream) -> None:

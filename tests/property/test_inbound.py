@@ -13,7 +13,7 @@ from pk.wire.inbound import (
     STALL_MS,
     UNTAKEN_MS,
     Account,
-    Inbound,
+    MemoryPool,
 )
 
 KIB = 1024
@@ -24,7 +24,7 @@ STREAMS = 12
 class Peer:
     """One stream as pk.wire.socket_stream drives the budget."""
 
-    def __init__(self, budget: Inbound, rng: random.Random, kind: str) -> None:
+    def __init__(self, budget: MemoryPool, rng: random.Random, kind: str) -> None:
         self.budget = budget
         self.rng = rng
         self.kind = kind  #: honest, announces, drips, floods, deaf (its handler takes nothing)
@@ -107,7 +107,7 @@ class Peer:
 class World:
     def __init__(self, seed: int, kinds: list[str], pool: int) -> None:
         self.rng = random.Random(seed)
-        self.budget = Inbound(STREAMS * CONNECTION_BYTES + pool, STREAMS, FRAME_MAX)
+        self.budget = MemoryPool(STREAMS * CONNECTION_BYTES + pool, STREAMS, FRAME_MAX)
         self.peers = [Peer(self.budget, self.rng, kind) for kind in kinds]
         self.closed: list[Peer] = []
         self.now_ms = 0

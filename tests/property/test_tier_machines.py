@@ -171,9 +171,9 @@ class Model:
                 raise lost
             match operation:
                 case owning.Load():
-                    event: Any = owning.Loaded(now(self.table.load(operation.partitions)))
+                    event: Any = owning.TableLoaded(now(self.table.load(operation.partitions)))
                 case owning.Create():
-                    event = owning.Loaded(now(self.table.create()))
+                    event = owning.TableLoaded(now(self.table.create()))
                 case Commit():
                     event = owning.Committed(now(self.table.commit(operation)))
                 case _:

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import pk.sim
-from pk.sim.campaign import Report, Run
+from pk.sim.campaign import Run, RunResult
 from pk.sim.long import MET, run_seed, verdict
 from pk.sim.options import BROKER, CHORES, CONTROLLER, FAULTS, SimOptions, TopicPlan, drawn
 from pk.sim.world import SimWorld
@@ -41,7 +41,7 @@ FAULT_MS = 30_000
 SHORT_MS = 2_000
 
 
-def held(report: Report) -> Report:
+def held(report: RunResult) -> RunResult:
     assert not report.violation, f"{report.violation}\n{report.line}"
     return report
 

@@ -7,8 +7,8 @@ from unittest.mock import patch
 
 import pytest
 
-from pk.sim.campaign import Report, Run
-from pk.sim.machine import Machine
+from pk.sim.campaign import Run, RunResult
+from pk.sim.machine import SimMachine
 from pk.sim.operations import Operator
 from pk.sim.options import CONTROLLER, NodePlan, SimOptions, TopicPlan
 
@@ -31,7 +31,7 @@ OPTIONS = SimOptions(
 SEED = 1
 
 
-def executed() -> Report:
+def executed() -> RunResult:
     return Run(SEED, OPTIONS).execute()
 
 
@@ -46,7 +46,7 @@ def test_an_empty_metadata_disk_is_another_voter_and_votes_once_it_was_added() -
 def test_a_voter_without_its_memory_that_goes_on_voting_is_a_violation() -> None:
     """The directory's uuid is part of who votes: an empty disk under the old one forgets."""
 
-    def unseen(self: Operator, machine: Machine, restart_ms: float) -> None:
+    def unseen(self: Operator, machine: SimMachine, restart_ms: float) -> None:
         run = machine.run
         machine.replace_disk(CONTROLLER, restart_ms)
         machine.run = run

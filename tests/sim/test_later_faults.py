@@ -7,9 +7,9 @@ from unittest.mock import patch
 import pytest
 
 from pk import errors
-from pk.log.validate import Verdict
+from pk.log.validate import ValidationResult
 from pk.server.replica.alter_partition import AlterPartitionManager
-from pk.sim.campaign import Report, Run
+from pk.sim.campaign import Run, RunResult
 from pk.sim.loss_model import LossModel, PartitionFacts
 from pk.sim.options import NodePlan, SimOptions, TopicPlan
 from pk.sim.oracle import Oracle
@@ -42,7 +42,7 @@ def executed(
     chores: tuple[str, ...] = (),
     configs: dict[str, str] = CONFIGS,
     fault_ms: int = 8_000,
-) -> Report:
+) -> RunResult:
     options = SimOptions(
         topics=(TopicPlan("t", 2, configs, 3),),
         nodes=tuple(NodePlan(number) for number in (1, 2, 3, 4)),
@@ -134,7 +134,7 @@ def test_requests_of_a_broken_stream_are_executed_late_and_cost_nothing() -> Non
 
 def test_a_late_request_that_is_taken_for_a_new_one_is_a_violation() -> None:
     """Rule L6: the batch was sent again on another stream meanwhile."""
-    with patch("pk.log.validate.check_producer", lambda *_: (Verdict.ASSIGN, None)):
+    with patch("pk.log.validate.check_producer", lambda *_: (ValidationResult.ASSIGN, None)):
         violation = executed(1, "late_frames").violation
     assert violation.split(":")[0] in ("V5", "V6", "V7"), violation or "nothing"
 

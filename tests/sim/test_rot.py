@@ -10,7 +10,7 @@ import pytest
 
 from pk.log import batch as batches
 from pk.server.metadata.image import PartitionState, TopicState
-from pk.sim.campaign import Report, Run
+from pk.sim.campaign import Run, RunResult
 from pk.sim.loss_model import LossModel, PartitionFacts
 from pk.sim.options import NodePlan, SimOptions, TopicPlan
 from pk.sim.oracle import Oracle
@@ -36,7 +36,7 @@ OPTIONS = SimOptions(
 SEED = 4
 
 
-def executed() -> Report:
+def executed() -> RunResult:
     return Run(SEED, OPTIONS).execute()
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 import pytest
 
 from pk.server.broker.node import BrokerNode
-from pk.sim.campaign import Report, Run
+from pk.sim.campaign import Run, RunResult
 from pk.sim.cluster import SimCluster
-from pk.sim.machine import Machine
+from pk.sim.machine import SimMachine
 from pk.sim.options import BROKER, EXPIRATION_MS, NodePlan, SimOptions, TopicPlan, drawn
 from pk.sim.workload import DELIVERY_MS
 from pk.sim.world import EPOCH_MS, SimWorld
@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 
-def executed(seed: int, *faults: str, every_ms: tuple[int, int] = (100, 500)) -> Report:
+def executed(seed: int, *faults: str, every_ms: tuple[int, int] = (100, 500)) -> RunResult:
     options = SimOptions(
         topics=(TopicPlan("t", 2, TIERED, 3),),
         nodes=tuple(NodePlan(number) for number in (1, 2, 3)),
@@ -77,7 +77,7 @@ def test_a_broker_starts_at_the_wrong_time_and_with_an_empty_disk_at_the_right_o
         machine = cluster.machines[0]
         seen: list[int] = []
 
-        def watch(started: Machine, node: BrokerNode) -> None:
+        def watch(started: SimMachine, node: BrokerNode) -> None:
             seen.append(started.clock.wall_ms() - world.loop.now_us // 1000 - EPOCH_MS)
 
         cluster.on_broker = watch

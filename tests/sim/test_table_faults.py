@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from pk.sim.campaign import Report, Run
+from pk.sim.campaign import Run, RunResult
 from pk.sim.canaries import TIERED
 from pk.sim.options import KEPT, NodePlan, SimOptions, TopicPlan
 
@@ -18,7 +18,7 @@ pytestmark = [
 ]
 
 
-def executed(seed: int, *faults: str, every_ms: tuple[int, int]) -> Report:
+def executed(seed: int, *faults: str, every_ms: tuple[int, int]) -> RunResult:
     options = SimOptions(
         topics=(TopicPlan("t", 2, {**TIERED, **KEPT}, 2),),
         nodes=tuple(NodePlan(number) for number in (1, 2, 3)),

@@ -42,7 +42,9 @@ from pk.tasks import TaskRegistry
 from pk.wire.waiters import Waiters, wait_in, wake_all
 from pk.world import Buffer, Disconnected, Listener, Stream, StreamHandler, StreamKind
 
-Report = Callable[[str, BaseException], None]  #: where a handler's unexpected exception is reported
+ReportError = Callable[
+    [str, BaseException], None
+]  #: where a handler's unexpected exception is reported
 
 SERVICE = "pk.Stream"
 CONNECT_TIMEOUT_MS = 3_000
@@ -366,7 +368,7 @@ class GrpcNetwork:
 
     def __init__(
         self,
-        on_error: Report | None = None,
+        on_error: ReportError | None = None,
         *,
         connect_timeout_ms: int = CONNECT_TIMEOUT_MS,
         request_bytes_max: int = limits.WIRE_FRAME_BYTES_MAX,
@@ -506,7 +508,7 @@ class _GrpcListener:
     def __init__(
         self,
         handler: StreamHandler,
-        on_error: Report | None,
+        on_error: ReportError | None,
         request_bytes_max: int,
         front: Front | None,
     ) -> None:

@@ -86,7 +86,7 @@ class Account:
         return 0 if self.reserved else max(0, self.held - FLOOR_BYTES)
 
 
-class Inbound:
+class MemoryPool:
     """The budget of a process: `bytes_max`, with floors for `connections_max` connections."""
 
     def __init__(self, bytes_max: int, connections_max: int, frame_bytes_max: int) -> None:

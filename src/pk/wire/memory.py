@@ -22,7 +22,7 @@ import numpy as np
 
 from pk import errors, limits
 from pk.clock import Clock
-from pk.wire.inbound import Account, Inbound
+from pk.wire.inbound import Account, MemoryPool
 
 #: Room for a frame of the usual size with its head.
 FIRST_BYTES = limits.FRAME_BYTES + limits.MIB
@@ -46,12 +46,12 @@ class Reader(Protocol):
         ...
 
 
-class Memory:
+class InboundMemory:
     """The budget of one process, on its event loop."""
 
     def __init__(
         self,
-        budget: Inbound,
+        budget: MemoryPool,
         clock: Clock,
         *,
         frame_bytes_max: Callable[[], int] | None = None,
@@ -164,7 +164,7 @@ class Assembly:
 
     __slots__ = ("_memory", "array", "filled", "size", "view")
 
-    def __init__(self, size: int, memory: Memory | None) -> None:
+    def __init__(self, size: int, memory: InboundMemory | None) -> None:
         self.size = size
         self.filled = 0
         self._memory = memory

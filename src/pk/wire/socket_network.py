@@ -41,10 +41,10 @@ from pk.wire.grpc_network import (
     HANDLER_GRACE_S,
     KEEPALIVE_MS,
     GrpcNetwork,
-    Report,
+    ReportError,
 )
-from pk.wire.inbound import CONNECTION_BYTES, Inbound
-from pk.wire.memory import SCRATCH_BYTES, Memory
+from pk.wire.inbound import CONNECTION_BYTES, MemoryPool
+from pk.wire.memory import SCRATCH_BYTES, InboundMemory
 from pk.wire.socket_stream import SocketStream
 from pk.world import Disconnected, Listener, Stream, StreamHandler, StreamKind
 
@@ -77,11 +77,11 @@ def _connections_max(inbound_bytes_max: int | None = None) -> int:
     return max(1, found)
 
 
-def inbound_memory(inbound_bytes_max: int, message_bytes_max: int) -> Memory:
+def inbound_memory(inbound_bytes_max: int, message_bytes_max: int) -> InboundMemory:
     """Return the budget of a server process; `message_bytes_max` is the topics' default maximum."""
     connections = _connections_max(inbound_bytes_max)
     frame_bytes_max = limits.frame_bytes_max(message_bytes_max)
-    return Memory(Inbound(inbound_bytes_max, connections, frame_bytes_max), SystemClock())
+    return InboundMemory(MemoryPool(inbound_bytes_max, connections, frame_bytes_max), SystemClock())
 
 
 def _tune(sock: socket.socket) -> None:
@@ -157,10 +157,10 @@ class PkNetwork:
 
     def __init__(
         self,
-        on_error: Report | None = None,
+        on_error: ReportError | None = None,
         *,
         connect_timeout_ms: int = CONNECT_TIMEOUT_MS,
-        memory: Memory | None = None,
+        memory: InboundMemory | None = None,
     ) -> None:
         self._on_error = on_error
         self._connect_timeout_ms = connect_timeout_ms
@@ -243,8 +243,8 @@ class _PkListener:
     def __init__(
         self,
         handler: StreamHandler,
-        on_error: Report | None,
-        memory: Memory | None,
+        on_error: ReportError | None,
+        memory: InboundMemory | None,
         scratch: memoryview,
     ) -> None:
         self._handler = handler

@@ -33,7 +33,7 @@ from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 from pk.wire.dead_peers import is_unacknowledged
 from pk.wire.inbound import KEPT_BYTES
-from pk.wire.memory import SCRATCH_BYTES, Assembly, Memory
+from pk.wire.memory import SCRATCH_BYTES, Assembly, InboundMemory
 from pk.wire.waiters import Waiters, wait_in, wake_all, wake_one
 from pk.world import Buffer, Disconnected
 
@@ -78,7 +78,7 @@ class SocketStream:
         peer: str,
         finished: Callable[[], None],
         *,
-        memory: Memory | None = None,
+        memory: InboundMemory | None = None,
         scratch: memoryview | None = None,
         admitted: Callable[[bool], None] | None = None,
     ) -> None:
@@ -236,7 +236,7 @@ class SocketStream:
         self._short = 0
 
     def _credit(self, size: int) -> None:
-        """Credit short frames that were taken; `Memory.watch` credits large ones."""
+        """Credit short frames that were taken; `InboundMemory.watch` credits large ones."""
         self._taken += size
         if (self._taken >= _CREDIT_BYTES or not self._inbox) and self._account is not None:
             assert self._memory is not None

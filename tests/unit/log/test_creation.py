@@ -15,7 +15,7 @@ import pytest
 
 from pk import errors, settings
 from pk.log import directory
-from pk.log.creation import NewPartition, Outcome
+from pk.log.creation import LogOrError, NewPartition
 from pk.log.manager import LogManager
 from pk.log.partition_log import PartitionLog
 from pk.log.plan import LogConfig
@@ -68,7 +68,7 @@ def wanted(count: int, topic_id: str = "tid") -> list[NewPartition]:
     return [NewPartition(TopicPartition("t", n), topic_id, CONFIG) for n in range(count)]
 
 
-def logs_of(outcomes: list[Outcome]) -> list[PartitionLog]:
+def logs_of(outcomes: list[LogOrError]) -> list[PartitionLog]:
     return [outcome for outcome in outcomes if isinstance(outcome, PartitionLog)]
 
 

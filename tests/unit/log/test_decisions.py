@@ -12,10 +12,10 @@ from pk import errors
 from pk.log import batch, index, recovery, retention, validate
 from pk.log.batch import Header
 from pk.log.plan import LogConfig, RetentionPlan
-from pk.log.producers import Producer, Span
-from pk.log.recovery import Action, IndexState, Stop
+from pk.log.producers import ProducerStateEntry, Span
+from pk.log.recovery import IndexState, RecoveryAction, Stop
 from pk.log.retention import SegmentFacts
-from pk.log.validate import Verdict
+from pk.log.validate import ValidationResult
 
 NOW = 1_700_000_000_000
 
@@ -109,8 +109,8 @@ def produced(sequence: int, epoch: int = 3, count: int = 2) -> Header:
     )
 
 
-KNOWN = Producer(3, tuple(Span(s, s + 1, 100 + s, 101 + s, -1) for s in range(10, 20, 2)))
-WRAPPED = Producer(3, (Span(2**31 - 2, 2**31 - 1, 7, 8, -1),))
+KNOWN = ProducerStateEntry(3, tuple(Span(s, s + 1, 100 + s, 101 + s, -1) for s in range(10, 20, 2)))
+WRAPPED = ProducerStateEntry(3, (Span(2**31 - 2, 2**31 - 1, 7, 8, -1),))
 
 
 @pytest.mark.parametrize(
@@ -121,17 +121,17 @@ WRAPPED = Producer(3, (Span(2**31 - 2, 2**31 - 1, 7, 8, -1),))
         ("e", produced(0, epoch=4), KNOWN),
         ("h", produced(20), KNOWN),
         ("h", produced(0), WRAPPED),
-        ("h", produced(0), Producer(3)),
+        ("h", produced(0), ProducerStateEntry(3)),
     ],
 )
-def test_assigned(row: str, batch_header: Header, known: Producer | None) -> None:
-    assert validate.check_producer(batch_header, known) == (Verdict.ASSIGN, None), row
+def test_assigned(row: str, batch_header: Header, known: ProducerStateEntry | None) -> None:
+    assert validate.check_producer(batch_header, known) == (ValidationResult.ASSIGN, None), row
 
 
 @pytest.mark.parametrize("sequence", [10, 14, 18])
 def test_duplicate_of_any_batch_in_the_window(sequence: int) -> None:
     verdict, span = validate.check_producer(produced(sequence), KNOWN)
-    assert verdict is Verdict.DUPLICATE
+    assert verdict is ValidationResult.DUPLICATE
     assert span is not None
     assert (span.base_offset, span.last_offset) == (100 + sequence, 101 + sequence)
 
@@ -145,11 +145,11 @@ def test_duplicate_of_any_batch_in_the_window(sequence: int) -> None:
         ("i", errors.OutOfOrderSequence, produced(21), KNOWN),
         ("i", errors.OutOfOrderSequence, produced(8), KNOWN),
         ("i", errors.OutOfOrderSequence, produced(18, count=1), KNOWN),
-        ("i", errors.OutOfOrderSequence, produced(5), Producer(3)),
+        ("i", errors.OutOfOrderSequence, produced(5), ProducerStateEntry(3)),
     ],
 )
 def test_out_of_line(
-    row: str, kind: type[errors.PkError], batch_header: Header, known: Producer | None
+    row: str, kind: type[errors.PkError], batch_header: Header, known: ProducerStateEntry | None
 ) -> None:
     with pytest.raises(kind) as caught:
         validate.check_producer(batch_header, known)
@@ -266,32 +266,32 @@ def test_retention_never_counts_future_records_as_old() -> None:
 @pytest.mark.parametrize(
     ("row", "trusted", "state", "action"),
     [
-        ("A", True, IndexState.COMPLETE, Action.USE),
-        ("B", True, IndexState.SHORT, Action.REINDEX),
-        ("B", True, IndexState.UNUSABLE, Action.REINDEX),
-        ("C", False, IndexState.COMPLETE, Action.SCAN),
-        ("C", False, IndexState.BEYOND, Action.SCAN),
-        ("D", True, IndexState.BEYOND, Action.CORRUPT),
+        ("A", True, IndexState.COMPLETE, RecoveryAction.USE),
+        ("B", True, IndexState.SHORT, RecoveryAction.REINDEX),
+        ("B", True, IndexState.UNUSABLE, RecoveryAction.REINDEX),
+        ("C", False, IndexState.COMPLETE, RecoveryAction.SCAN),
+        ("C", False, IndexState.BEYOND, RecoveryAction.SCAN),
+        ("D", True, IndexState.BEYOND, RecoveryAction.CORRUPT),
     ],
 )
-def test_before_looking(row: str, trusted: bool, state: IndexState, action: Action) -> None:
+def test_before_looking(row: str, trusted: bool, state: IndexState, action: RecoveryAction) -> None:
     assert recovery.before(trusted=trusted, index=state) == (row, action)
 
 
 @pytest.mark.parametrize(
     ("row", "stop", "given", "action"),
     [
-        ("E", Stop.END, {}, Action.USE),
-        ("F", Stop.SHORT, {"trusted": True}, Action.CORRUPT),
-        ("F", Stop.BAD, {"offset": 99}, Action.CORRUPT),
-        ("G", Stop.BAD, {"same_boot": False, "torn": False}, Action.CUT),
-        ("G", Stop.SHORT, {"same_boot": False}, Action.CUT),
-        ("H", Stop.SHORT, {}, Action.CUT),
-        ("I", Stop.SHORT, {"torn": False}, Action.CORRUPT),
-        ("I", Stop.BAD, {}, Action.CORRUPT),
+        ("E", Stop.END, {}, RecoveryAction.USE),
+        ("F", Stop.SHORT, {"trusted": True}, RecoveryAction.CORRUPT),
+        ("F", Stop.BAD, {"offset": 99}, RecoveryAction.CORRUPT),
+        ("G", Stop.BAD, {"same_boot": False, "torn": False}, RecoveryAction.CUT),
+        ("G", Stop.SHORT, {"same_boot": False}, RecoveryAction.CUT),
+        ("H", Stop.SHORT, {}, RecoveryAction.CUT),
+        ("I", Stop.SHORT, {"torn": False}, RecoveryAction.CORRUPT),
+        ("I", Stop.BAD, {}, RecoveryAction.CORRUPT),
     ],
 )
-def test_after_a_walk(row: str, stop: Stop, given: dict[str, Any], action: Action) -> None:
+def test_after_a_walk(row: str, stop: Stop, given: dict[str, Any], action: RecoveryAction) -> None:
     facts = {
         "trusted": False,
         "offset": 100,
@@ -306,18 +306,18 @@ def test_after_a_walk(row: str, stop: Stop, given: dict[str, Any], action: Actio
 @pytest.mark.parametrize(
     ("row", "given", "action"),
     [
-        ("J", {"base_offset": 50}, Action.USE),
-        ("K", {"empty": True}, Action.REMOVE),
-        ("L", {"power_lost": True, "recovery_point": 50}, Action.CUT),
-        ("L", {"power_lost": True, "compacted": True}, Action.CUT),
-        ("M", {"compacted": True}, Action.USE),
-        ("M", {"compacted": True, "power_lost": True, "recovery_point": 60}, Action.USE),
-        ("N", {}, Action.CORRUPT),
-        ("N", {"power_lost": True, "recovery_point": 55}, Action.CORRUPT),
-        ("N", {"base_offset": 40, "compacted": True}, Action.CORRUPT),
+        ("J", {"base_offset": 50}, RecoveryAction.USE),
+        ("K", {"empty": True}, RecoveryAction.REMOVE),
+        ("L", {"power_lost": True, "recovery_point": 50}, RecoveryAction.CUT),
+        ("L", {"power_lost": True, "compacted": True}, RecoveryAction.CUT),
+        ("M", {"compacted": True}, RecoveryAction.USE),
+        ("M", {"compacted": True, "power_lost": True, "recovery_point": 60}, RecoveryAction.USE),
+        ("N", {}, RecoveryAction.CORRUPT),
+        ("N", {"power_lost": True, "recovery_point": 55}, RecoveryAction.CORRUPT),
+        ("N", {"base_offset": 40, "compacted": True}, RecoveryAction.CORRUPT),
     ],
 )
-def test_joints(row: str, given: dict[str, Any], action: Action) -> None:
+def test_joints(row: str, given: dict[str, Any], action: RecoveryAction) -> None:
     facts = {
         "end_before": 50,
         "base_offset": 60,

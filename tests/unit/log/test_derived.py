@@ -11,7 +11,7 @@ from pk import errors
 from pk.log import batch as batches
 from pk.log import loading
 from pk.log.columns import Marker, encode_markers
-from pk.log.producers import Producer
+from pk.log.producers import ProducerStateEntry
 from pk.types import AbortedTransaction
 from tests.unit.log.conftest import NOW, Bench, make_batch
 
@@ -30,11 +30,11 @@ def _bench() -> Bench:
     return bench
 
 
-def _known(bench: Bench) -> dict[int, Producer]:
+def _known(bench: Bench) -> dict[int, ProducerStateEntry]:
     return dict(bench.log.producers.items())
 
 
-def _told_by_records(bench: Bench) -> dict[int, Producer]:
+def _told_by_records(bench: Bench) -> dict[int, ProducerStateEntry]:
     """Who wrote, read from the records alone."""
     twin = Bench(copy.deepcopy(bench.storage))
     for at in loading.snapshots(twin.storage, PATH):

@@ -12,7 +12,7 @@ from pk.sim.checkers import (
     Invariants,
     PartitionSample,
     ReaderCheck,
-    Row,
+    ReadRow,
     Violation,
     _check_prefix,
     after_last_gap,
@@ -76,16 +76,18 @@ def test_an_earlier_attempt_may_come_back_where_its_era_is_over() -> None:
     for number in (1, 2, 3):
         oracle.send(RecordId("p", number), "t", number, ordered=False)
     acknowledged(oracle, 1, 2, 3)
-    back = {0: [Row(offset, RecordId("p", number), number) for offset, number in enumerate((3, 1))]}
+    back = {
+        0: [ReadRow(offset, RecordId("p", number), number) for offset, number in enumerate((3, 1))]
+    }
     with pytest.raises(Violation, match=r"^V6: acknowledged, and now at "):
         check_log(oracle, oracle.topics["t"], back, {0: 0})
     oracle.era_ends("id", 0, settled_ms=0)
     check_log(oracle, oracle.topics["t"], back, {0: 0})
 
-    twice = {0: [*back[0], Row(2, RecordId("p", 3), 3)]}
+    twice = {0: [*back[0], ReadRow(2, RecordId("p", 3), 3)]}
     with pytest.raises(Violation, match=r"^V6: .* is also at "):
         check_log(oracle, oracle.topics["t"], twice, {0: 0})
-    elsewhere = {0: [], 1: [Row(0, RecordId("p", 1), 1)]}
+    elsewhere = {0: [], 1: [ReadRow(0, RecordId("p", 1), 1)]}
     with pytest.raises(Violation, match=r"^V6: acknowledged, and now at "):
         check_log(oracle, oracle.topics["t"], elsewhere, {0: 0, 1: 0})
 
@@ -166,7 +168,7 @@ def test_words_are_made_of_what_failed_alone() -> None:
 
 def test_a_reader_that_retention_passes_is_judged_from_where_it_goes_on() -> None:
     """V5: that it had to is asked when it gets there."""
-    rows = [Row(offset, RecordId("p", offset), offset) for offset in (3, 4, 7, 8, 12)]
+    rows = [ReadRow(offset, RecordId("p", offset), offset) for offset in (3, 4, 7, 8, 12)]
     assert after_last_gap(rows) == rows[4:]
     assert after_last_gap(rows[:2]) == rows[:2]
     assert after_last_gap([]) == []

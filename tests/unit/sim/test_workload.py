@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 
 from pk import errors
-from pk.sim.checkers import ReaderCheck, Row, Violation
+from pk.sim.checkers import ReaderCheck, ReadRow, Violation
 from pk.sim.disk import SimStorage
 from pk.sim.options import TopicPlan
 from pk.sim.oracle import Oracle, RecordId
@@ -39,13 +39,13 @@ def told_of(loss: errors.DataLoss, position: int, *, rotten: bool, only: bool) -
     if only:
         oracle.stranded["id", 0] = None
     check = ReaderCheck("c", oracle)
-    check.took("t", 0, [Row(5, RecordId("p", 1), 0)], 0)
+    check.took("t", 0, [ReadRow(5, RecordId("p", 1), 0)], 0)
     troubles: list[str] = []
     consumer = SimpleNamespace(check=check, _oracle=oracle, _tell=id, _trouble=troubles.append)
     SimConsumer._lost(cast("SimConsumer", consumer), PLACE, loss, position)
-    check.took("t", 0, [Row(9, RecordId("p", 2), 0)], 0)  # behind the range
+    check.took("t", 0, [ReadRow(9, RecordId("p", 2), 0)], 0)  # behind the range
     with pytest.raises(Violation, match="a gap"):
-        check.took("t", 0, [Row(11, RecordId("p", 3), 0)], 0)
+        check.took("t", 0, [ReadRow(11, RecordId("p", 3), 0)], 0)
     return troubles
 
 

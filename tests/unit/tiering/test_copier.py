@@ -116,10 +116,10 @@ def test_uploads_run_ahead_of_the_commit_and_follow_each_other() -> None:
         at += 100
         it.uploaded(upload, at)
     assert not [each for each in it.sent if isinstance(each, copying.Upload)]
-    hand_over = it.take(copying.HandOver)
+    hand_over = it.take(copying.CommitToTable)
     assert (hand_over.request.counters[0].start, hand_over.request.counters[0].end) == (0, 100)
     it.table(100).step(copying.HandedOver(hand_over))
-    rest = it.take(copying.HandOver).request
+    rest = it.take(copying.CommitToTable).request
     assert (rest.counters[0].start, rest.counters[0].end, len(rest.adds)) == (100, 400, 3)
     assert it.take(copying.Upload).start == 400
 
@@ -127,7 +127,7 @@ def test_uploads_run_ahead_of_the_commit_and_follow_each_other() -> None:
 def test_a_refused_hand_over_starts_again_from_the_table() -> None:
     it = Driver(max_lag_ms=0).table(0).view(200)
     it.uploaded(it.take(copying.Upload), 100)
-    hand_over = it.take(copying.HandOver)
+    hand_over = it.take(copying.CommitToTable)
     late = it.take(copying.Upload)
     it.step(copying.OperationFailed(hand_over, errors.UnknownTierRange("ends at 150")))
     it.table(150)
@@ -175,7 +175,7 @@ def test_a_missing_file_stops_dropping_and_is_uploaded_again() -> None:
     again = it.take(copying.Upload)
     assert (again.start, again.limit, again.replaces) == (0, 100, lost.file)
     it.uploaded(again, 100)
-    swap = it.take(copying.HandOver)
+    swap = it.take(copying.CommitToTable)
     assert [each.path for each in swap.request.removes] == [lost.file.path]
     assert not swap.request.data_change
     it.step(copying.HandedOver(swap))
@@ -194,7 +194,7 @@ def test_a_lost_file_is_replaced_by_all_of_its_range_or_not_at_all() -> None:
     it.wake()
     it.step(copying.Confirmed(it.take(copying.Confirm), [lost]))
     it.uploaded(it.take(copying.Upload), 100)
-    assert [each.end for each in it.take(copying.HandOver).request.adds] == [100]
+    assert [each.end for each in it.take(copying.CommitToTable).request.adds] == [100]
 
 
 def test_rows_of_another_sum_replace_no_file() -> None:
@@ -204,13 +204,15 @@ def test_rows_of_another_sum_replace_no_file() -> None:
     it.sent = [each for each in it.sent if not isinstance(each, copying.Confirm)]
     it.uploaded(it.take(copying.Upload), 100, row_sum=8)
     it.step(copying.Checked([damaged_file()]))
-    assert not [each for each in it.sent if isinstance(each, copying.Upload | copying.HandOver)]
+    assert not [
+        each for each in it.sent if isinstance(each, copying.Upload | copying.CommitToTable)
+    ]
     assert it.told is not None
     assert it.told.problem.code == errors.DamagedTierFile.code
     it.view(100, epoch=1)
     it.step(copying.Checked([damaged_file()]))
     it.uploaded(it.take(copying.Upload), 100)
-    assert it.take(copying.HandOver).request.removes
+    assert it.take(copying.CommitToTable).request.removes
     it.step(copying.Checked([]))
     assert not it.told.HasField("problem")
 
@@ -230,12 +232,12 @@ def test_a_hand_over_that_lands_ends_the_trouble_with_the_table() -> None:
     it = Driver(max_lag_ms=0).table(0).view(500)
     it.uploaded(it.take(copying.Upload), 500)
     error = errors.TierTableChanged("the table went back")
-    it.step(copying.OperationFailed(it.take(copying.HandOver), error))
+    it.step(copying.OperationFailed(it.take(copying.CommitToTable), error))
     assert it.told is not None
     assert it.told.problem.code == errors.TierTableChanged.code
     it.wake()
     it.uploaded(it.take(copying.Upload), 500)
-    it.step(copying.HandedOver(it.take(copying.HandOver))).table(500)
+    it.step(copying.HandedOver(it.take(copying.CommitToTable))).table(500)
     assert not it.told.HasField("problem")
 
 

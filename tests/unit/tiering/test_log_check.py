@@ -146,18 +146,18 @@ def test_a_walk_reads_no_more_than_it_must() -> None:
     info: dict[str, Any] = {log_check.FILES: sums}
     said = log_check.of_actions([{"commitInfo": info}])
     ours = json.dumps({"commitInfo": {**info, log_check.CHECK: said, "timestamp": 3}}).encode()
-    walk = log_check.Walk(uri, 900, files, -1)
+    walk = log_check.CommitWalk(uri, 900, files, -1)
     assert walk.wanted() == list(range(900, 892, -1))
     walk.take(900, ours)
     assert walk.wanted() == []
     walk.finish()
-    walk = log_check.Walk(uri, 900, files, 897)
+    walk = log_check.CommitWalk(uri, 900, files, 897)
     for version in (900, 899, 898):
         assert version in walk.wanted()
         walk.take(version, ours if version == 898 else b'{"commitInfo":{}}')
     assert walk.wanted() == []
     walk.finish()
-    walk = log_check.Walk(uri, 900, files, -1)
+    walk = log_check.CommitWalk(uri, 900, files, -1)
     walk.take(900, None)  # cleaned up: nothing says what the files were
     assert walk.wanted() == []
     walk.finish()

@@ -184,7 +184,7 @@ class Driver:
 
     def loaded(self, found: Snapshot | None) -> Driver:
         assert isinstance(self.asked.pop(), owning.Load)
-        return self.step(owning.Loaded(found))
+        return self.step(owning.TableLoaded(found))
 
     def committed(self) -> Commit:
         commit = self.asked.pop()

@@ -14,7 +14,7 @@ from pk import errors
 from pk.log import columns
 from pk.log.files import RealStorage
 from pk.log.index import Extent
-from pk.log.segment import Segment, Walk
+from pk.log.segment import BatchWalk, Segment
 from pk.tiering import uploads
 from pk.tiering.output_buffer import OutputBuffer
 from pk.tiering.uploads import PartitionDirectory
@@ -60,7 +60,7 @@ def index(log: PartitionDirectory) -> None:
     size = len(log.storage.read_file(segment.path()))
     segment.written = extent = Extent(size, 0)
     sparse, extent = segment.reindexed(1), Extent(0, 0)
-    for _, header in Walk(segment.read_at, 0, size, 0):
+    for _, header in BatchWalk(segment.read_at, 0, size, 0):
         extent = extent.grown(header, header.base_offset, header.max_timestamp, header.crc, 0)
     segment.write_indexes(extent, sparse)
 

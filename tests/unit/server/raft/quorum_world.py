@@ -86,7 +86,7 @@ class Node:
         self.live = True
         self.committed = 0
 
-    def step(self, event: say.Event) -> None:
+    def step(self, event: say.RaftEvent) -> None:
         if self.live:
             before = self.machine.high_watermark
             effects = self.machine.step(event, self.world.now)

@@ -208,7 +208,7 @@ class Trace:
 
     # -- the shell ---------------------------------------------------------------------------------
 
-    def _step(self, node: _Node, event: say.Event) -> None:
+    def _step(self, node: _Node, event: say.RaftEvent) -> None:
         before = node.machine.role, node.machine.epoch
         effects = node.machine.step(event, self.now)
         role = node.machine.role, node.machine.epoch

@@ -14,7 +14,7 @@ import pytest
 
 from pk import errors
 from pk.log import identity
-from pk.log.creation import VISIT_MAX, NewPartition, Outcome
+from pk.log.creation import VISIT_MAX, LogOrError, NewPartition
 from pk.log.identity import Identity
 from pk.log.manager import LogManager
 from pk.server.broker.metadata_publisher import MetadataPublisher
@@ -34,7 +34,7 @@ def visits(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     found: list[list[int]] = []
     create_all = LogManager.create_all
 
-    async def noted(self: LogManager, wanted: Sequence[NewPartition]) -> list[Outcome]:
+    async def noted(self: LogManager, wanted: Sequence[NewPartition]) -> list[LogOrError]:
         found.append([new.tp.partition for new in wanted])
         return await create_all(self, wanted)
 
@@ -101,9 +101,9 @@ def test_a_topic_that_goes_while_it_is_tried_again_leaves_nothing(cluster: Clust
     cluster.do(cluster.create("flights", 3))
     core = cluster.broker.core
     create_all = core.manager.create_all
-    tried: list[list[Outcome]] = []
+    tried: list[list[LogOrError]] = []
 
-    async def late(wanted: Sequence[NewPartition]) -> list[Outcome]:
+    async def late(wanted: Sequence[NewPartition]) -> list[LogOrError]:
         made = await create_all(wanted)
         tried.append(made)
         await core.clock.sleep_ms(3_000)  # meanwhile the metadata log goes on
@@ -140,7 +140,7 @@ def test_settings_that_change_while_it_is_created_are_those_it_has(cluster: Clus
     create_all = core.manager.create_all
     tried: list[int] = []
 
-    async def late(wanted: Sequence[NewPartition]) -> list[Outcome]:
+    async def late(wanted: Sequence[NewPartition]) -> list[LogOrError]:
         made = await create_all(wanted)
         tried.append(len(made))
         await core.clock.sleep_ms(3_000)

@@ -41,7 +41,7 @@ class Watched(Protocol):
     damaged: DamagedFiles
 
 
-class FileWatch:
+class FileChecker:
     """Watches all tables of one tier process.  `place` returns a partition's newest version, `tell`
     reports its `damaged` files to its copier."""
 
