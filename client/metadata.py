@@ -135,11 +135,11 @@ class Metadata:
         self._offset = reply.metadata_offset
         self.controller_id = reply.controller_id
         self.brokers = {node.node_id: node.address for node in reply.brokers}
-        heard = set()
+        listed = set()
         for info in reply.topics:
-            heard.add(info.name)
+            listed.add(info.name)
             self._hear(info)
-        missing = set(self.topics) - heard if asked is None else set(asked) - heard
+        missing = set(self.topics) - listed if asked is None else set(asked) - listed
         for name in sorted(missing):
             self._forget(name)
             if asked is not None:

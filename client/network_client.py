@@ -105,7 +105,7 @@ class NetworkClient:
         #: address → whether it watches all topics; oldest first
         self._watched: dict[str, bool] = {}
         self._doubted: dict[str, float] = {}  #: address → when it last failed to answer
-        self._heard: dict[str, float] = {}  #: address → when it last answered
+        self._answered_ms: dict[str, float] = {}  #: address → when it last answered
         self._asks = TaskRegistry(awaited)  #: errors may be ignored: another broker has answered
         self._closed = False
         self.reached = False  #: some broker has answered
@@ -138,7 +138,7 @@ class NetworkClient:
                 self._doubt(address)
             raise
         self._doubted.pop(address, None)
-        self._heard[address] = self.world.clock.monotonic_ms()
+        self._answered_ms[address] = self.world.clock.monotonic_ms()
         self.reached = True
         return reply
 
@@ -158,7 +158,7 @@ class NetworkClient:
 
     def _doubt(self, address: str) -> None:
         self._doubted[address] = self.world.clock.monotonic_ms()
-        self._heard.pop(address, None)
+        self._answered_ms.pop(address, None)
 
     def _order(self) -> list[str]:
         """Return the addresses to try: known brokers in random order, bootstrap addresses, and at
@@ -212,7 +212,7 @@ class NetworkClient:
         """
         since = self.world.clock.monotonic_ms() - TRUST_MS
         for address in addresses:
-            if self._heard.get(address, since - 1) >= since:
+            if self._answered_ms.get(address, since - 1) >= since:
                 return address
         if len(addresses) == 1:
             return addresses[0]
@@ -534,7 +534,7 @@ class NetworkClient:
             if left or not (caller.connected or address in now or address in self.bootstrap):
                 del self._callers[address]
                 self._watched.pop(address, None)
-                self._heard.pop(address, None)
+                self._answered_ms.pop(address, None)
                 self._asks.spawn(caller.close())
         for call in list(self.on_change):
             call()
@@ -552,7 +552,7 @@ class NetworkClient:
         self._update(reply, None if everything else [info.name for info in reply.topics])
 
     def _on_break(self, address: str) -> None:
-        self._heard.pop(address, None)
+        self._answered_ms.pop(address, None)
         if self._watched.pop(address, None) is not None and not self._closed:
             self.want_metadata()  # another broker must push in its place
 

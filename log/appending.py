@@ -100,7 +100,7 @@ class LogAppender:
         from_client: bool = True,
         transactions: bool = False,
         refusal: errors.PkError | None = None,
-        heard_ms: int | None = None,
+        activity_ms: int | None = None,
     ) -> Appended | Duplicate:
         """Assign offsets to a batch, in memory (by the tables of log/validate.py).
 
@@ -108,7 +108,7 @@ class LogAppender:
             not change until the plan that holds it is completed
         from_client: False = a batch of the broker's own (markers, metadata records)
         refusal: why no batch may be appended now.  A duplicate is answered all the same
-        heard_ms: when the producer was last heard, if that is not `now_ms` (rule L10)
+        activity_ms: time of the last activity of the producer, if that is not `now_ms` (rule L10)
 
         Raises `refusal`, `FencedLeaderEpoch`, and what log/validate.py raises.
         """
@@ -130,9 +130,9 @@ class LogAppender:
         base = self.tail.decided.next_offset
         parts = batches.patched(batch, base, leader_epoch, stamp)
         max_timestamp = header.max_timestamp if stamp is None else stamp
-        heard_ms = now_ms if heard_ms is None else heard_ms
+        activity_ms = now_ms if activity_ms is None else activity_ms
         return self._assign(
-            header, batch, base, leader_epoch, parts, max_timestamp, heard_ms, stamp
+            header, batch, base, leader_epoch, parts, max_timestamp, activity_ms, stamp
         )
 
     def append_as_follower(

@@ -389,8 +389,8 @@ def last_run_of(directories: Sequence[Directory]) -> LastRun | None:
     return max((each.last_run for each in directories if each.last_run is not None), default=None)
 
 
-def heard_at(directories: Sequence[Directory], wall_ms: int) -> int:
-    """Return when a producer that is read back from a log was last heard: not before the last run
+def recovered_activity_ms(directories: Sequence[Directory], wall_ms: int) -> int:
+    """Return when a producer that is read back from a log was last active: not before the last run
     (L10).
     """
     before = last_run_of(directories)

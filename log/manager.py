@@ -297,7 +297,7 @@ class LogManager:
             recovery_point=directory.recovery_points.get(key, 0),
             log_start=directory.log_starts.get(key),
             local_start=None if strange else directory.local_starts.get(key),
-            now_ms=files.heard_at(self.directories, self._world.clock.wall_ms()),
+            now_ms=files.recovered_activity_ms(self.directories, self._world.clock.wall_ms()),
             cache=self._cache,
             skip_damaged=True,
         )

@@ -306,7 +306,7 @@ class PartitionLog:
         from_client: bool = True,
         transactions: bool = False,
         refusal: errors.PkError | None = None,
-        heard_ms: int | None = None,
+        activity_ms: int | None = None,
     ) -> Appended | Duplicate:
         """Give a producer's batch offsets; see `LogAppender.decide`."""
         return self._appender.decide(
@@ -317,7 +317,7 @@ class PartitionLog:
             from_client=from_client,
             transactions=transactions,
             refusal=refusal,
-            heard_ms=heard_ms,
+            activity_ms=activity_ms,
         )
 
     def append_as_follower(

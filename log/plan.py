@@ -20,8 +20,8 @@ class Now(NamedTuple):
 
     #: the broker's clock: LogAppendTime, and the clock that clients' timestamps are compared with
     wall_ms: int
-    #: when its producer was heard; a clock that was set back must not make the producer look silent
-    heard_ms: int
+    #: when its producer was active; a clock that was set back must not make it look idle
+    activity_ms: int
 
 
 @dataclass(slots=True, frozen=True)

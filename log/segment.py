@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 

@@ -136,7 +136,7 @@ class ClusterClient:
         self._network.on_change.append(self._on_metadata)
         self._names: dict[str, str] = {}  #: topic id → name
         #: cluster id and the highest metadata offset that a broker of it reported (K5)
-        self._heard = ("", NONE)
+        self._newest = ("", NONE)
         self._scans: dict[Scan, None] = {}
         self._idle: list[PooledStream] = []
         self._leaders: dict[tuple[str, int], str] = {}
@@ -241,13 +241,13 @@ class ClusterClient:
         Raises `BrokerUnavailable` (retriable) if the reply is older than one received before (K5).
         """
         reply = await self._ask(request)
-        cluster_id, newest = self._heard
+        cluster_id, newest = self._newest
         if reply.cluster_id == cluster_id and reply.metadata_offset < newest:
             raise errors.BrokerUnavailable(
                 f"the broker that was asked is behind: it knows the metadata up to offset "
                 f"{reply.metadata_offset}, another one up to {newest}"
             )
-        self._heard = reply.cluster_id, reply.metadata_offset
+        self._newest = reply.cluster_id, reply.metadata_offset
         return reply
 
     # -- offsets -----------------------------------------------------------------------------------

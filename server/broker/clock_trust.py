@@ -110,7 +110,7 @@ class ClockTrust:
         self._appended_ms: int | None = None
         self._keep_producers_ms = 0  #: W3: until then by CLOCK_BOOTTIME
         self._samples: dict[NodeId, Sample] = {}
-        self._heard_ms: int | None = None  #: CLOCK_BOOTTIME
+        self._compared_ms: int | None = None  #: CLOCK_BOOTTIME
         self._missing: frozenset[NodeId] = frozenset()  #: expected, and not in the samples
         self._missing_since_ms = 0
         self._doubted = False  #: since `_keep_producers_ms` was last set (W3)
@@ -186,7 +186,7 @@ class ClockTrust:
         expected: the nodes whose clocks should be among the samples.
         """
         found = {each.node_id: each for each in samples if each.node_id != self._node_id}
-        self._samples, self._heard_ms = found, self._now_ms
+        self._samples, self._compared_ms = found, self._now_ms
         missing = frozenset(each for each in expected if each != self._node_id) - found.keys()
         if not missing <= self._missing:
             self._missing_since_ms = self._now_ms
@@ -207,8 +207,8 @@ class ClockTrust:
     # -- the decision -----------------------------------------------------------------------------
 
     def _fresh(self) -> bool:
-        heard_ms = self._heard_ms
-        return heard_ms is not None and self._now_ms - heard_ms <= self._limits.fresh
+        compared_ms = self._compared_ms
+        return compared_ms is not None and self._now_ms - compared_ms <= self._limits.fresh
 
     def _settled(self) -> bool:
         """Whether the samples are recent, and any missing nodes were waited for long enough."""
@@ -305,7 +305,7 @@ class ClockTrust:
         trusted = self.doubt is Doubt.NONE and self._now_ms >= self._keep_producers_ms
         return wall_ms if trusted else None
 
-    def heard_at_ms(self, wall_ms: int, boottime_ms: int) -> int:
+    def producer_activity_ms(self, wall_ms: int, boottime_ms: int) -> int:
         """Return the time to store as a producer's last activity.
 
         So a clock that was set back does not make producers look idle for longer (W3).

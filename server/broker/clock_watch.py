@@ -75,7 +75,7 @@ class ClockWatch:
     def now(self) -> Now:
         """Return the wall clock for an append, and the time of its producer's activity."""
         wall_ms = self._clock.wall_ms()
-        return Now(wall_ms, self.trust.heard_at_ms(wall_ms, self._clock.boottime_ms()))
+        return Now(wall_ms, self.trust.producer_activity_ms(wall_ms, self._clock.boottime_ms()))
 
     # -- other nodes -------------------------------------------------------------------------------
 

@@ -433,7 +433,7 @@ class MetadataPublisher:
             core.partitions.pop(key, None)
             core.fetchers.leave(partition)
             core.replicas.on(key, ReplicaEvent.SET_ASIDE)
-            await core.fetchers.stand_still(partition)
+            await core.fetchers.wait_until_idle(partition)
         delay_ms = self.settings_of(topic)["file_delete_delay_ms"]
         try:
             tp = TopicPartition(topic, key.partition)
@@ -467,7 +467,7 @@ class MetadataPublisher:
                 self.epoch_fence.begin(partition, state)
             return
         if partition.leader is None:  # until a former leader's data is written or undone
-            await core.fetchers.stand_still(partition)
+            await core.fetchers.wait_until_idle(partition)
         # The image may have changed during the waits above (`retry_unopened` waits, too).  States
         # are compared by value: a loaded snapshot has its own objects, and an unchanged state
         # causes no further reaction.
@@ -520,7 +520,7 @@ class MetadataPublisher:
         partition.fail(why, ReplicaEvent.REMOVED)
         core.feed.remove(partition.key, partition.topic)
         core.feed_moved.set()
-        await core.fetchers.stand_still(partition)
+        await core.fetchers.wait_until_idle(partition)
         await self.discard(partition.key, str(partition))
 
     async def discard(self, key: PartitionKey, partition: str) -> None:

@@ -23,13 +23,13 @@ SAMPLES_MAX = 3
 
 
 @dataclass(slots=True)
-class _Heard:
+class _NodeClock:
     #: wall clock of the node − CLOCK_BOOTTIME of this controller
     lines_ms: deque[int] = field(default_factory=lambda: deque(maxlen=SAMPLES_MAX))
     trusted: bool = False
     doubt: str = ""
     running_since_ms: int = 0
-    heard_ms: int = 0  #: CLOCK_BOOTTIME
+    read_ms: int = 0  #: CLOCK_BOOTTIME
     as_broker: bool = False
 
 
@@ -42,7 +42,7 @@ class Clocks:
     def __init__(self, node_id: NodeId, fresh_ms: int) -> None:
         self._node_id = node_id
         self._fresh_ms = fresh_ms
-        self._heard: dict[NodeId, _Heard] = {}
+        self._readings: dict[NodeId, _NodeClock] = {}
 
     def observe(
         self, node: NodeId, reading: wire.ClockReading, boottime_ms: int, *, broker: bool
@@ -50,27 +50,27 @@ class Clocks:
         """Note a reading of a node, received at `boottime_ms` of this controller."""
         if not reading.wall_ms:
             return
-        known = self._heard.get(node)
-        if known is None or boottime_ms - known.heard_ms > self._fresh_ms:
-            known = self._heard[node] = _Heard()
+        known = self._readings.get(node)
+        if known is None or boottime_ms - known.read_ms > self._fresh_ms:
+            known = self._readings[node] = _NodeClock()
         if known.as_broker and not broker:
             return
         known.lines_ms.append(reading.wall_ms - boottime_ms)
         known.trusted, known.doubt = reading.trusted, reading.doubt
         known.running_since_ms = reading.running_since_ms
-        known.heard_ms, known.as_broker = boottime_ms, broker
+        known.read_ms, known.as_broker = boottime_ms, broker
 
     def forget(self, node: NodeId) -> None:
         """Drop the readings of a node whose process ended."""
-        self._heard.pop(node, None)
+        self._readings.pop(node, None)
 
     def samples(
         self, wall_ms: int, boottime_ms: int, running_since_ms: int
     ) -> list[wire.ClockSample]:
         """Return every fresh reading, and this controller's own clock, which is at `wall_ms`."""
         found = [wire.ClockSample(node_id=self._node_id, running_since_ms=running_since_ms)]
-        for node, each in sorted(self._heard.items()):
-            if boottime_ms - each.heard_ms > self._fresh_ms:
+        for node, each in sorted(self._readings.items()):
+            if boottime_ms - each.read_ms > self._fresh_ms:
                 continue
             if node == self._node_id:
                 found[0].trusted = each.trusted
@@ -94,8 +94,8 @@ class Clocks:
         middle = len(lines) // 2
         median_ms = (lines[middle] + lines[~middle]) // 2
         for broker in brokers:
-            known = self._heard.get(broker.broker_id)
-            if known is None or boottime_ms - known.heard_ms > self._fresh_ms:
+            known = self._readings.get(broker.broker_id)
+            if known is None or boottime_ms - known.read_ms > self._fresh_ms:
                 continue
             broker.clock_skew_ms = samples[broker.broker_id] - median_ms
             broker.clock_trusted, broker.clock_doubt = known.trusted, known.doubt

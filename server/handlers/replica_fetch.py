@@ -170,7 +170,7 @@ class ReplicaEnd:
             return
         if moved:
             partition.watermark_moved()
-        partition.log_starts_heard()
+        partition.complete_deletions()
         if self.replica not in leader.isr:
             self._core.alter_partition.consider(partition)
 

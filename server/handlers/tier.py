@@ -122,7 +122,7 @@ def tier_progress(core: BrokerCore, request: wire.TierProgressRequest) -> wire.T
             continue
         # T9: a former leader moved log_start and died before this broker learned of it.  The rows
         # below it are deleted.
-        partition.heard_log_start(partition.tier.start)
+        partition.update_log_start(partition.tier.start)
         core.corruption.look_in_front(partition)
         problem = partition.tier.problem
         if isinstance(problem, errors.CorruptLog | errors.OffsetOutOfRange):

@@ -236,14 +236,14 @@ class Supervisor:
         assert process.stdout is not None
         try:
             while line := await _line(process.stdout):
-                self._heard(child, line)
+                self._on_line(child, line)
             return await process.wait()
         finally:
             child.ready = child.ready if self._served else None
             child.process = None
             (Path(self.config.run_dir) / f"{child.role}.pid").unlink(missing_ok=True)
 
-    def _heard(self, child: Child, line: bytes) -> None:
+    def _on_line(self, child: Child, line: bytes) -> None:
         """Handle a line that a child printed: the ready line, or the error that ended it."""
         try:
             said = json.loads(line)

@@ -33,7 +33,7 @@ class LeaderState:
     start: int  #: offset of the first record of the epoch
     since_ms: int
     ends: dict[Voter, int] = field(default_factory=dict)
-    heard_ms: dict[Voter, int] = field(default_factory=dict)
+    last_fetch_ms: dict[Voter, int] = field(default_factory=dict)
     caught_up_ms: dict[Voter, int] = field(default_factory=dict)  #: when it had all records
     waiting: dict[Voter, Waiting] = field(default_factory=dict)
     change: tuple[Any, tuple[Voter, ...]] | None = None  #: requester, new voters
@@ -44,7 +44,7 @@ class LeaderState:
         `end`: the end of the leader's log.
         """
         self.ends[fetch.sender] = fetch.offset
-        self.heard_ms[fetch.sender] = now_ms
+        self.last_fetch_ms[fetch.sender] = now_ms
         if fetch.offset >= end:
             self.caught_up_ms[fetch.sender] = now_ms
 
@@ -58,11 +58,11 @@ class LeaderState:
 
     def in_touch(self, voters: Sequence[Voter], since_ms: int) -> bool:
         """Whether a majority has fetched at or after `since_ms`."""
-        heard = sum(
-            voter == self.me or self.heard_ms.get(voter, self.since_ms) >= since_ms
+        present = sum(
+            voter == self.me or self.last_fetch_ms.get(voter, self.since_ms) >= since_ms
             for voter in voters
         )
-        return heard > len(voters) // 2
+        return present > len(voters) // 2
 
     def silent(self, voters: Sequence[Voter], since_ms: int) -> list[Voter]:
         """Voters that have not fetched in this epoch, or not since `since_ms`.
@@ -70,8 +70,8 @@ class LeaderState:
         A voter that was restarted does not know the leader, and its log may name only removed
         voters.
         """
-        heard = [voter for voter in self.ends if self.heard_ms[voter] >= since_ms]
-        return [voter for voter in voters if voter != self.me and voter not in heard]
+        present = [voter for voter in self.ends if self.last_fetch_ms[voter] >= since_ms]
+        return [voter for voter in voters if voter != self.me and voter not in present]
 
     def successors(self, voters: Sequence[Voter]) -> tuple[Voter, ...]:
         """The other voters, ordered by log end, the largest first."""

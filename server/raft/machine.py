@@ -25,7 +25,7 @@ Invariants
   U5  A node never truncates its log below the high watermark.
   U6  A follower has at most one write to its log under way.  Meanwhile it neither fetches nor
       stands for election, because its messages would describe the log before the write.
-  U7  A node that has recently heard of a live leader grants no pre-vote, so that a node which was
+  U7  A node that had recent contact with a live leader grants no pre-vote, so that a node which was
       cut off cannot depose the leader.
 """
 
@@ -111,8 +111,8 @@ class Quorum:
         self._writing = False  #: U6
         self._fetches = 0
         self._fetching: Fetch | None = None  #: the fetch under way
-        self._heard_ms = 0  #: follower: last answer of a leader that may live
-        self._word_ms: int | None = None  #: last answer of any leader; None = this node
+        self._leader_contact_ms = 0  #: follower: last answer of a leader that may live
+        self._any_contact_ms: int | None = None  #: last answer of any leader; None = this node
         self._promised = 0  #: the leader's high watermark, behind records that are being written
         self._effects: list[Effect] = []
 
@@ -215,8 +215,8 @@ class Quorum:
         self._arm(ELECTION, now_ms, self.timing.election_ms)
         self._look_for_leader()
 
-    def _follow(self, epoch: int, leader: Voter, now_ms: int, *, heard: bool = False) -> None:
-        """Follow the leader of `epoch`.  `heard`: the leader itself sent the message."""
+    def _follow(self, epoch: int, leader: Voter, now_ms: int, *, from_leader: bool = False) -> None:
+        """Follow the leader of `epoch`.  `from_leader`: the leader itself sent the message."""
         if leader == self.me or (epoch, leader) == (self.epoch, self.leader):
             return
         assert self.leader is None or epoch > self.epoch, "two leaders in one epoch"
@@ -224,8 +224,8 @@ class Quorum:
         if epoch > self.epoch:
             self._enter(epoch)
         self.role, self.leader = Role.FOLLOWER, leader
-        self._heard_ms = now_ms if heard else now_ms - self.timing.fetch_ms
-        self._word_ms = now_ms if heard else self._word_ms
+        self._leader_contact_ms = now_ms if from_leader else now_ms - self.timing.fetch_ms
+        self._any_contact_ms = now_ms if from_leader else self._any_contact_ms
         self._publish_leadership()
         self._arm(FETCH, now_ms, self.timing.fetch_ms)
         self._fetch(now_ms)
@@ -287,8 +287,8 @@ class Quorum:
         self._leave()
         self.role, self.leader = Role.LEADER, self.me
         self.leader_state = LeaderState(self.me, self.log.end, now_ms)
-        word_ms, self._word_ms = self._word_ms, None
-        until_ms = None if word_ms is None else self.timing.answered_until_ms(word_ms, now_ms)
+        contact_ms, self._any_contact_ms = self._any_contact_ms, None
+        until_ms = None if contact_ms is None else self.timing.answered_until_ms(contact_ms, now_ms)
         self._effects += [
             Publish(LEADERSHIP, Leadership(self.epoch, self.me, self.log.end, until_ms)),
             Write([BeginEpoch(self.me, self.epoch, self.voters)], Level.SYNCED),
@@ -321,7 +321,7 @@ class Quorum:
 
     def _live_leader(self, now_ms: int) -> Voter | None:
         """The leader if it answered recently (U7); hearsay of other nodes does not count."""
-        if self.role is Role.FOLLOWER and now_ms - self._heard_ms >= self.timing.fetch_ms:
+        if self.role is Role.FOLLOWER and now_ms - self._leader_contact_ms >= self.timing.fetch_ms:
             return None
         return self.leader
 
@@ -348,7 +348,7 @@ class Quorum:
                 if isinstance(message, EndQuorumEpoch):
                     self._leader_ended(message, now_ms)
                 elif message.to == self.me:  # U4
-                    self._follow(message.epoch, message.sender, now_ms, heard=True)
+                    self._follow(message.epoch, message.sender, now_ms, from_leader=True)
             self._respond(
                 event.request, QuorumEpochReply(self.me, self.epoch, self._live_leader(now_ms))
             )
@@ -381,7 +381,7 @@ class Quorum:
         self._fetching = None
         self._effects.append(SetTimer(AGAIN, now_ms + self.timing.again_ms))
         if event.refused and self._live_leader(now_ms) is not None:  # R7
-            self._heard_ms = now_ms - self.timing.fetch_ms
+            self._leader_contact_ms = now_ms - self.timing.fetch_ms
             self._arm(FETCH, now_ms, self.timing.again_ms)
 
     def _fired(self, key: str, now_ms: int) -> None:
@@ -425,7 +425,7 @@ class Quorum:
         if reply.status is FetchStatus.NOT_LEADER:  # no longer: its EndQuorumEpoch was lost
             self._detach(self.epoch, now_ms)
             return
-        self._heard_ms = self._word_ms = now_ms
+        self._leader_contact_ms = self._any_contact_ms = now_ms
         self._arm(FETCH, now_ms, self.timing.fetch_ms)
         if reply.status is FetchStatus.DIVERGING:
             assert reply.diverging is not None
@@ -496,7 +496,7 @@ class Quorum:
         earlier = state.waiting.pop(fetch.sender, None)
         if earlier is not None:
             self._respond(earlier.request, self._data(earlier.fetch))
-        state.heard_ms[fetch.sender] = now_ms  # also while the node loads a snapshot
+        state.last_fetch_ms[fetch.sender] = now_ms  # also while the node loads a snapshot
         apart = find_divergence(self.log, self._epochs, fetch)
         if apart is not None:
             self._respond(request, self._part(fetch, apart))

@@ -62,7 +62,7 @@ def describe(
             directory_id=voter.directory_id,
             address=address_of(voter.node_id),
             log_end=quorum.log.end if voter == quorum.me else state.ends.get(voter, NONE),
-            last_fetch_ago_ms=ago(state.heard_ms, voter),
+            last_fetch_ago_ms=ago(state.last_fetch_ms, voter),
             last_caught_up_ago_ms=ago(state.caught_up_ms, voter),
         )
 
@@ -70,7 +70,7 @@ def describe(
     reply.observers.extend(
         row(voter)
         for voter in sorted(state.ends)
-        if voter not in quorum.voters and now_ms - state.heard_ms[voter] < OBSERVER_MS
+        if voter not in quorum.voters and now_ms - state.last_fetch_ms[voter] < OBSERVER_MS
     )
     return reply
 
@@ -124,7 +124,7 @@ def _sound(quorum: Quorum, voters: tuple[Voter, ...], now_ms: int) -> tuple[Vote
     """Raise unless a majority of the new voters is in contact with the leader (M2)."""
     state = _leader_state(quorum)
     since_ms = now_ms - quorum.timing.fetch_ms
-    present = [v for v in voters if v == quorum.me or state.heard_ms.get(v, NONE) >= since_ms]
+    present = [v for v in voters if v == quorum.me or state.last_fetch_ms.get(v, NONE) >= since_ms]
     if len(present) <= len(voters) // 2:
         ids = ", ".join(str(voter.node_id) for voter in voters)
         raise errors.InvalidRequest(

@@ -166,7 +166,9 @@ class ReplicaCreator:
             tiered=self._publisher.is_tiered(topic, wanted),
         )
         core.partitions[key] = partition
-        partition.heard_watermark(core.manager.high_watermark(key))  # R4 holds after a restart
+        partition.update_high_watermark(
+            core.manager.high_watermark(key)
+        )  # R4 holds after a restart
 
     async def create_missing(self, keys: Sequence[PartitionKey], *, again: bool = False) -> None:
         """Create the logs of those of `keys` whose replica is assigned to this broker and not open.
@@ -278,7 +280,7 @@ class ReplicaCreator:
         While there is still no room, the partition stays OFFLINE.
         """
         core, key = self._core, partition.key
-        await core.fetchers.stand_still(partition)
+        await core.fetchers.wait_until_idle(partition)
         if core.partitions.get(key) is not partition or not partition.reopenable:
             return
         damage: errors.CorruptLog | None = None

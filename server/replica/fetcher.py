@@ -98,7 +98,7 @@ class PartitionFetchState:
         """watchers.Follows."""
         self.fetcher.stored(self, self.owed)
         if isinstance(error, errors.StorageFull):
-            self.fetcher.no_room(self)
+            self.fetcher.storage_full(self)
         else:
             self.fetcher.again(self)
 
@@ -109,10 +109,10 @@ class ReplicaFetcherManager:
     def __init__(self, core: BrokerContext) -> None:
         self.core = core
         self._fetchers: dict[NodeId, ReplicaFetcher] = {}
-        #: logs that are being truncated or replaced; `stand_still` waits for them (F2)
+        #: logs that are being truncated or replaced; `wait_until_idle` waits for them (F2)
         self.changing = TaskRegistry(partial(core.bug, "following a leader"))
 
-    async def stand_still(self, partition: Partition) -> None:
+    async def wait_until_idle(self, partition: Partition) -> None:
         """Wait until no append, truncation or replacement of the partition's log is under way."""
         while (task := self.changing.get(partition.key)) is not None:
             await asyncio.wait((task,))
@@ -205,7 +205,7 @@ class ReplicaFetcher:
         replica.placed = False
         self._tasks.spawn(self._later(replica, max(wait_ms, replica.refusals.next_ms())))
 
-    def no_room(self, replica: PartitionFetchState) -> None:
+    def storage_full(self, replica: PartitionFetchState) -> None:
         """Report to the leader that `replica` has no room, so that its ISR need not wait (L16)."""
         self._full[replica.key] = replica
         self._wake.set()
@@ -222,7 +222,7 @@ class ReplicaFetcher:
     async def _place(self, replica: PartitionFetchState) -> None:
         """Set the fetch position once every append to the log is written or undone (F2)."""
         replica.placed = False
-        await self.core.fetchers.stand_still(replica.partition)
+        await self.core.fetchers.wait_until_idle(replica.partition)
         if replica.current and not replica.placed:
             if replica.partition.log.blank:
                 if replica.key not in self.core.fetchers.changing:
@@ -453,7 +453,7 @@ class ReplicaFetcher:
         if taken:
             try:
                 partition.append_fetched(
-                    payload, self.core.clocks.now().heard_ms, entry.leader_epoch
+                    payload, self.core.clocks.now().activity_ms, entry.leader_epoch
                 )
             except errors.PkError as error:
                 self.core.metrics.refused(error)
@@ -465,9 +465,9 @@ class ReplicaFetcher:
         replica.refusals.reset()
         self.core.publisher.compared(replica.key)
         replica.owed += entry.payload_bytes
-        partition.heard_watermark(entry.high_watermark)
+        partition.update_high_watermark(entry.high_watermark)
         replica.log_start = entry.log_start
-        partition.heard_retention(entry.log_start, entry.tiered_end, entry.droppable_end)
+        partition.update_retention(entry.log_start, entry.tiered_end, entry.droppable_end)
         return taken
 
     # -- changes of the log's shape ----------------------------------------------------------------
@@ -484,7 +484,7 @@ class ReplicaFetcher:
 
         def done(ended: asyncio.Task[bool]) -> None:
             if not ended.cancelled() and not ended.exception() and not ended.result():
-                self.no_room(replica)
+                self.storage_full(replica)
             else:
                 self._place_soon(replica)
 
@@ -497,7 +497,7 @@ class ReplicaFetcher:
         except errors.PkError as error:
             if isinstance(error, errors.StorageFull) and not replica.partition.log.torn:
                 self.core.metrics.refused(error)
-                replica.partition.writer.space.no_room(self.core.now_ms)
+                replica.partition.writer.space.storage_full(self.core.now_ms)
                 return False
             self.core.storage_failed(replica.partition, error)
         return True

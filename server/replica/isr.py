@@ -34,8 +34,8 @@ class Progress:
 
     end: Offset  #: the follower keeps every record below it
     caught_up_ms: int  #: when it last had everything that the leader had
-    heard_ms: int  #: when it last confirmed an offset
-    leader_end: Offset  #: the leader's log end at `heard_ms`
+    confirmed_ms: int  #: when it last confirmed an offset
+    leader_end: Offset  #: the leader's log end at `confirmed_ms`
     broker_epoch: int  #: of the registration under which it fetches
     log_start: Offset = 0  #: the follower's, durable
 
@@ -78,8 +78,8 @@ class InSync:
         if end >= leader_end:
             known.caught_up_ms = now_ms
         elif end >= known.leader_end and known.broker_epoch == broker_epoch:
-            known.caught_up_ms = max(known.caught_up_ms, known.heard_ms)
-        known.end, known.heard_ms, known.leader_end = end, now_ms, leader_end
+            known.caught_up_ms = max(known.caught_up_ms, known.confirmed_ms)
+        known.end, known.confirmed_ms, known.leader_end = end, now_ms, leader_end
         known.broker_epoch, known.log_start = broker_epoch, log_start
 
     def wanted(
@@ -114,7 +114,7 @@ class InSync:
         stays = [each for each in members if each not in self._full or self.end_of(each) >= log_end]
         return tuple(stays if len(stays) >= required else members)
 
-    def no_room(self, replica: NodeId) -> None:
+    def storage_full(self, replica: NodeId) -> None:
         """Note that the disk of `replica` has no room for what it fetches (M1)."""
         self._full[replica] = None
 

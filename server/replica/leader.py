@@ -232,7 +232,7 @@ class Leader:
 
     def on_follower_full(self, replica: NodeId) -> None:
         """Note that the disk of `replica` has no room for what it fetched (rule L16)."""
-        self._followers.no_room(replica)
+        self._followers.storage_full(replica)
 
     def counts_on(self, replica: NodeId, end: Offset) -> bool:
         """Whether a pending ISR change depends on `replica` having more records than `end`."""

@@ -220,7 +220,7 @@ class Partition:
             batch,
             leader_epoch=leader.leader_epoch,
             now_ms=now.wall_ms,
-            heard_ms=now.heard_ms,
+            activity_ms=now.activity_ms,
             refusal=self.writer.space.refusal(header.length),
         )
         delayed.base_offset, delayed.last_offset = decided.base_offset, decided.last_offset
@@ -306,7 +306,7 @@ class Partition:
         if self.leader is not None:
             self.leader.on_undone(done.written_end)
         if isinstance(error, errors.StorageFull):
-            self.writer.space.no_room(self._host.now_ms)
+            self.writer.space.storage_full(self._host.now_ms)
         if isinstance(error, errors.StorageFailed | errors.CorruptLog):
             self._host.storage_failed(self, error)
         elif self.replica is not None:
@@ -329,7 +329,7 @@ class Partition:
         for watcher in list(self._watchers):
             watcher.moved(self.key, urgent=urgent)
         if self._deletions:
-            self.log_starts_heard()
+            self.complete_deletions()
         for follower in list(self._followers):
             if urgent:
                 follower.moved(self.key, urgent=True)
@@ -340,7 +340,7 @@ class Partition:
     def deleted(self, before: Offset) -> asyncio.Future[None]:
         """Return a future, done when all replicas that may lead next start at `before` (T9)."""
         future = self._deletions.wait(before)
-        self.log_starts_heard()
+        self.complete_deletions()
         return future
 
     @property
@@ -348,7 +348,7 @@ class Partition:
         """Return the lowest log start of the replicas that may lead next (T9); NONE = unknown."""
         return NONE if self.leader is None else self.leader.low_watermark(self.log.log_start)
 
-    def log_starts_heard(self) -> None:
+    def complete_deletions(self) -> None:
         """Answer the deletions that waited for a follower's log start, or for the ISR to change."""
         leads = self.leader is not None
         if (
@@ -368,7 +368,7 @@ class Partition:
                 state.isr, state.replicas, state.partition_epoch, self._host.now_ms
             ):
                 self.watermark_moved()
-            self.log_starts_heard()
+            self.complete_deletions()
             for follower in list(self._followers):  # members that left set their positions again
                 follower.moved(self.key, urgent=True)
             return
@@ -494,22 +494,24 @@ class Partition:
                 self._inflight.append(delayed)
                 self.writer.submit(self, delayed.size)
 
-    def heard_watermark(self, high_watermark: Offset) -> None:
+    def update_high_watermark(self, high_watermark: Offset) -> None:
         """Take over the leader's high watermark; it counts up to the end of this log."""
         if high_watermark > self._leader_watermark:
             self._leader_watermark = high_watermark
             self._follow_log_start()
             self._host.partition_moved(self)
 
-    def heard_retention(self, log_start: Offset, tiered_end: Offset, droppable_end: Offset) -> None:
+    def update_retention(
+        self, log_start: Offset, tiered_end: Offset, droppable_end: Offset
+    ) -> None:
         """Take over the leader's log start, and how far the tier has the log (rules R5, T6)."""
         log = self.log
         if self.tiered:
             log.tiered_end = max(log.tiered_end, tiered_end)
             log.droppable_end = max(log.droppable_end, droppable_end)
-        self.heard_log_start(log_start)
+        self.update_log_start(log_start)
 
-    def heard_log_start(self, log_start: Offset) -> None:
+    def update_log_start(self, log_start: Offset) -> None:
         """Take over a log start that the leader, or the tier's table, has given (T9)."""
         if log_start > max(self.leader_log_start, self.log.log_start):
             self.leader_log_start = log_start

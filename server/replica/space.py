@@ -76,7 +76,7 @@ class DirectorySpace:
         if self.free is not None:
             self.free -= size
 
-    def no_room(self, now_ms: int) -> None:
+    def storage_full(self, now_ms: int) -> None:
         """Make the directory full, after an append failed for lack of room."""
         self.full, self._failed_ms = True, now_ms
         self._changed()

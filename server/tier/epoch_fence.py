@@ -116,7 +116,7 @@ class EpochFence:
         backoff = Backoff(BACKOFF_MS, equal_jitter(core.world.rng))
         while True:
             try:
-                await core.fetchers.stand_still(partition)
+                await core.fetchers.wait_until_idle(partition)
                 table = await core.tier.claim(partition, state.leader_epoch, commit=True)
                 await self._compare(partition, table)
                 break

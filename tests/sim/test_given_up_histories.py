@@ -93,7 +93,7 @@ def test_a_log_start_of_records_that_never_came_is_forgotten(make: Any) -> None:
     leader, second, n = kit.state("t").replicas
     replica = kit.replica(n, "t")
     end = replica.log.written_end
-    replica.heard_log_start(end + 50)
+    replica.update_log_start(end + 50)
     kit.kill(leader)
     kit.until(lambda: kit.state("t").leader == second)
     more = Ledger(kit, "t")

@@ -383,9 +383,9 @@ def test_after_a_doubt_no_producer_is_forgotten_for_a_whole_expiration() -> None
 def test_a_clock_that_falls_back_makes_no_producer_older() -> None:
     node = running()
     node.passes(SECOND, step_ms=-DAY)
-    assert node.trust.heard_at_ms(node.wall_ms, node.boottime_ms) == node.wall_ms + DAY
+    assert node.trust.producer_activity_ms(node.wall_ms, node.boottime_ms) == node.wall_ms + DAY
     node.start(off_ms=SECOND, reboot=True)
-    assert node.trust.heard_at_ms(node.wall_ms, node.boottime_ms) >= NOW
+    assert node.trust.producer_activity_ms(node.wall_ms, node.boottime_ms) >= NOW
 
 
 # -- whose clock -----------------------------------------------------------------------------------

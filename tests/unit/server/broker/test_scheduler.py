@@ -305,7 +305,7 @@ def test_a_clock_that_jumped_holds_no_deletion_up(
         rig.world.clocks["broker"].step(-10 * HOUR)
         await rig.mine.clock.sleep_ms(2 * TICK_MS)
         assert rig.core.clocks.trust.alert
-        partition.heard_log_start(3)
+        partition.update_log_start(3)
         await rig.mine.clock.sleep_ms(2 * TICK_MS)
         assert (partition.log.log_start, leader.told) == (3, 1)
         assert partition.log.segment_count == 1
@@ -340,10 +340,10 @@ def test_a_deletion_told_before_the_watermark_is_followed_with_it(
         follows(partition)
         scheduler.start()
         partition.cut_watermark(2)
-        partition.heard_retention(3, -1, 0)
+        partition.update_retention(3, -1, 0)
         await rig.mine.clock.sleep_ms(2 * TICK_MS)
         assert partition.log.log_start == 2
-        partition.heard_watermark(4)
+        partition.update_high_watermark(4)
         await rig.mine.clock.sleep_ms(2 * TICK_MS)
         assert partition.log.log_start == 3
         await scheduler.close()
@@ -362,8 +362,8 @@ def test_a_deletion_is_followed_as_the_log_is_written(
         follows(partition)
         scheduler.start()
         partition.append_fetched(kit.batch(3, base_offset=1, leader_epoch=0), 0, 0)
-        partition.heard_watermark(4)
-        partition.heard_retention(3, -1, 0)
+        partition.update_high_watermark(4)
+        partition.update_retention(3, -1, 0)
         rig.core.retain_now.clear()  # that visit came before the write
         await partition.writer.idle()
         await rig.mine.clock.sleep_ms(2 * TICK_MS)
@@ -394,7 +394,7 @@ def test_a_deletion_does_not_wait_for_a_store_that_hangs(
         scheduler.start()
         rig.core.retain_soon(partition.key)
         await hanging.wait()
-        partition.heard_log_start(2)
+        partition.update_log_start(2)
         await rig.mine.clock.sleep_ms(3 * TICK_MS)
         assert partition.log.log_start == 2
         assert leader is None or leader.told == 1

@@ -431,7 +431,7 @@ def test_an_office_is_not_taken_that_ended_while_its_log_settled(
         follower.image.topics[topic_id].partitions[0] = over
         await follower.lead_or_follow(partition, over)
 
-    monkeypatch.setattr(core.fetchers, "stand_still", meanwhile)
+    monkeypatch.setattr(core.fetchers, "wait_until_idle", meanwhile)
     task = cluster.world.spawn("broker", follower.lead_or_follow(partition, led))
     cluster.world.run_until(task.done)
     task.result()
@@ -452,7 +452,7 @@ def test_an_office_is_taken_though_a_snapshot_replaced_the_image_meanwhile(
     async def meanwhile(_partition: Any) -> None:
         follower.image.topics[topic_id].partitions[0] = replace(led)
 
-    monkeypatch.setattr(core.fetchers, "stand_still", meanwhile)
+    monkeypatch.setattr(core.fetchers, "wait_until_idle", meanwhile)
     task = cluster.world.spawn("broker", follower.lead_or_follow(partition, led))
     cluster.world.run_until(task.done)
     task.result()

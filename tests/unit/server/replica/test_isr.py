@@ -160,7 +160,7 @@ def test_a_member_whose_disk_is_full_leaves_at_once_if_enough_stay() -> None:
     known = InSync((1, 2, 3), 0, now_ms=0)
     for member, epoch in ((2, 20), (3, 30)):
         known.fetched(member, 10, 10, now_ms=0, broker_epoch=epoch)
-    known.no_room(2)
+    known.storage_full(2)
     assert wanted(known, (1, 2, 3)) == (1, 2, 3), "it has everything"
     assert wanted(known, (1, 2, 3), log_end=11, required=2) == (1, 3)
     assert wanted(known, (1, 2, 3), log_end=11, required=3) == (1, 2, 3)
@@ -174,7 +174,7 @@ def test_a_member_whose_disk_is_full_leaves_at_once_if_enough_stay() -> None:
 
 def test_who_left_and_was_forgotten_is_not_taken_for_full() -> None:
     known = InSync((1, 2), 0, now_ms=0)
-    known.no_room(2)
+    known.storage_full(2)
     known.forget(2)
     known.fetched(2, 10, 11, now_ms=0, broker_epoch=20)
     assert wanted(known, (1,), log_end=11) == (1, 2)

@@ -55,7 +55,7 @@ def test_an_append_without_room_counts_whatever_is_measured() -> None:
     """A quota, say."""
     room, _ = space()
     room.measured(2**40, 0)
-    room.no_room(1_000)
+    room.storage_full(1_000)
     room.measured(2**40, 1_000 + FAILED_MS - 1)
     assert room.full
     assert room.refusal(10) is None, "each append is tried"

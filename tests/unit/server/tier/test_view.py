@@ -118,7 +118,7 @@ def test_what_was_tiered_of_a_log_that_is_cut_says_nothing_of_what_it_goes_on_wi
     """
     partition = rig.partition(tiered=True)
     partition.step_down(2)
-    partition.heard_retention(0, 10, 9)
+    partition.update_retention(0, 10, 9)
     partition.tier = TierState(tiered_end=10, droppable_end=10, leader_epoch=0)
     partition.cut_watermark(10)
     assert (partition.log.tiered_end, partition.log.droppable_end) == (10, 9)
