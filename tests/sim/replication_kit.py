@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from pk import errors, settings, tracing
-from pk.client.accumulator import record_size
+from pk.client.accumulator import RecordAccumulator, record_size
 from pk.client.fetch_engine import FetchEngine
 from pk.client.fetcher_events import Seek
 from pk.client.network_client import NetworkClient
@@ -277,20 +277,24 @@ class Ledger:
             except errors.PkError:
                 continue
             for _ in range(self._world.rng.randint(1, 20)):
-                number, self.sent = self.sent, self.sent + 1
-                value = b"%d" % number
-                size = record_size(value, None, None, self.topic)
-
-                def told(metadata: Any, error: Any, number: int = number) -> None:
-                    if error is None:
-                        self.acked[number] = metadata.offset
-                    else:
-                        self.failed[number] = error
-
-                offered = accumulator.append(value, None, None, 0, None, told, size=size)
-                if offered is None:
-                    self.failed[number] = errors.BufferExhausted("full")
+                self._append(accumulator)
             self.engine.poke()
+
+    def _append(self, accumulator: RecordAccumulator) -> None:
+        """Hand the next record to the producer."""
+        number, self.sent = self.sent, self.sent + 1
+        value = b"%d" % number
+        size = record_size(value, None, None, self.topic)
+
+        def told(metadata: Any, error: Any) -> None:
+            if error is None:
+                self.acked[number] = metadata.offset
+            else:
+                self.failed[number] = error
+
+        offered = accumulator.append(value, None, None, 0, None, told, size=size)
+        if offered is None:
+            self.failed[number] = errors.BufferExhausted("full")
 
     def more(self, count: int) -> None:
         """Run until `count` more records are acknowledged."""
