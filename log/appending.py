@@ -19,7 +19,7 @@ from collections import deque
 
 from pk import errors
 from pk.log import batch as batches
-from pk.log import columns, validate
+from pk.log import control_rows, validate
 from pk.log.batch import Header
 from pk.log.epochs import LeaderEpochs
 from pk.log.index import SPAN_MAX
@@ -193,7 +193,7 @@ class LogAppender:
         if first_of_epoch:
             plan.ops.append(EpochOp(self._epochs.encode()))
         tail = self.tail
-        markers = columns.decode_markers(batch) if header.control else ()
+        markers = control_rows.decode_markers(batch) if header.control else ()
         if header.control or header.producer_id != NONE:
             undo = self.producers.apply(
                 header, base, now_ms, markers, NONE if stamp is None else stamp

@@ -11,6 +11,9 @@ Invariants
       unchecked number.
   B3  An empty batch (record_count 0, rule L14) keeps the offsets, producer id, epoch and sequence
       of the batch whose records were removed.
+  B4  The codec is a number of three bits.  A batch with a number that this build does not know
+      still has a header that can be walked over (rule L19).  `check` raises `NewerFormat` for it if
+      the checksum matches; a checksum that does not match is damage, whatever the number says.
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ TIMESTAMP_MS_MIN = -62_135_596_800_000
 TIMESTAMP_MS_MAX = 253_402_300_799_999
 
 CODECS = ("none", "lz4", "zstd")
-CODEC_MASK = 0b11
+#: Bits 0, 1 and 15 are the bits 0, 1 and 2 of the codec's number.
+CODEC_MASK = 0x8003
+CODEC_NUMBERS = 8
 LOG_APPEND_TIME = 1 << 2
 TRANSACTIONAL = 1 << 3
 CONTROL = 1 << 4
@@ -50,7 +55,6 @@ VALUE = 1 << 11
 VALUE_NULLS = 1 << 12
 HEADERS = 1 << 13
 HEADER_NULLS = 1 << 14
-RESERVED = 1 << 15
 #: Flags that describe the body: an empty batch has none of them.
 BODY_FLAGS = CODEC_MASK | 0x7FC0
 #: Each flag with the flag that it requires.
@@ -96,8 +100,19 @@ class Header(NamedTuple):
         return self.base_offset + self.last_offset_delta + 1
 
     @property
+    def codec_number(self) -> int:
+        return self.attributes & 0b11 | self.attributes >> 13 & 0b100
+
+    @property
     def codec(self) -> str:
-        return CODECS[self.attributes & CODEC_MASK]
+        """The name of the codec.  Raises `NewerFormat` if this build does not know the number."""
+        number = self.codec_number
+        if number >= len(CODECS):
+            raise errors.NewerFormat(
+                f"the batch at offset {self.base_offset} is encoded with codec {number}; "
+                f"this pk knows the codecs 0 to {len(CODECS) - 1}: use a newer pk"
+            )
+        return CODECS[number]
 
     @property
     def log_append_time(self) -> bool:
@@ -164,20 +179,19 @@ def _structure_problem(header: Header) -> str:  # noqa: C901 - one flat list of 
         return f"magic 0x{header.magic:08x} is not 0x{MAGIC:08x}"
     if header.length < HEADER_BYTES:
         return f"length {header.length}"
-    if attributes & RESERVED or attributes & CODEC_MASK >= len(CODECS):
-        return f"unknown attributes 0x{attributes:04x}"
-    for flag, needed in _NEEDS:
-        if attributes & flag and not attributes & needed:
-            return f"contradictory attributes 0x{attributes:04x}"
     if not 0 <= count <= limits.BATCH_RECORDS_MAX:
         return f"record count {count}"
     if header.last_offset_delta < max(0, count - 1):
         return f"{count} records in {header.last_offset_delta + 1} offsets"
-    if count == 0:
-        if attributes & BODY_FLAGS or header.length != HEADER_BYTES:
-            return "an empty batch with a body"
-    elif not attributes & OFFSET_DELTAS and header.last_offset_delta != count - 1:
-        return f"{count} dense records in {header.last_offset_delta + 1} offsets"
+    if header.codec_number < len(CODECS):  # a newer encoding gives the body's flags its own meaning
+        for flag, needed in _NEEDS:
+            if attributes & flag and not attributes & needed:
+                return f"contradictory attributes 0x{attributes:04x}"
+        if count == 0:
+            if attributes & BODY_FLAGS or header.length != HEADER_BYTES:
+                return "an empty batch with a body"
+        elif not attributes & OFFSET_DELTAS and header.last_offset_delta != count - 1:
+            return f"{count} dense records in {header.last_offset_delta + 1} offsets"
     if header.base_offset < 0 or header.base_offset > 2**63 - 2 - header.last_offset_delta:
         return f"base offset {header.base_offset}"
     if not (
@@ -186,7 +200,7 @@ def _structure_problem(header: Header) -> str:  # noqa: C901 - one flat list of 
     ):
         return f"timestamps {header.base_timestamp}, {header.max_timestamp}"
     if attributes & DELETE_HORIZON:
-        if count and not attributes & TIMESTAMPS_I64:
+        if count and not attributes & TIMESTAMPS_I64 and header.codec_number < len(CODECS):
             return "a delete horizon without absolute timestamps"
     elif header.base_timestamp > header.max_timestamp:
         return f"timestamps from {header.base_timestamp} to {header.max_timestamp}"
@@ -202,7 +216,8 @@ def _structure_problem(header: Header) -> str:  # noqa: C901 - one flat list of 
 def check(batch: Buffer, size_max: int = BATCH_BYTES_MAX) -> Header:
     """Return the header of exactly one whole batch after checking its structure and checksum.
 
-    Raises `RecordTooLarge` above `size_max` bytes, and `CorruptBatch` for any other fault.
+    Raises `RecordTooLarge` above `size_max` bytes, `NewerFormat` for an intact batch with a codec
+    that this build does not know (B4), and `CorruptBatch` for any other fault.
     Computing a large checksum releases the GIL.
     """
     if len(batch) > size_max:
@@ -216,6 +231,8 @@ def check(batch: Buffer, size_max: int = BATCH_BYTES_MAX) -> Header:
     found = crc32c(memoryview(batch)[CRC_START:])
     if found != header.crc:
         raise errors.CorruptBatch(f"checksum 0x{found:08x} instead of 0x{header.crc:08x}")
+    if header.attributes & CODEC_MASK >= len(CODECS):
+        _ = header.codec  # raises
     return header
 
 

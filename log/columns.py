@@ -34,7 +34,6 @@ Invariants
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -56,21 +55,17 @@ from pk.log.encoding import (
     total,
 )
 from pk.log.storage import Buffer
-from pk.types import NONE
 
 __all__ = [
     "DECODED_BYTES_MAX",
     "HEADER_TYPE",
     "Body",
-    "Marker",
     "UNITS",
     "binary",
     "body_of",
     "decode",
-    "decode_markers",
     "encode",
     "encode_lists",
-    "encode_markers",
     "no_headers",
     "nulls",
     "parse",
@@ -81,7 +76,6 @@ __all__ = [
 HEADER_TYPE = pa.list_(
     pa.struct([pa.field("key", pa.string(), nullable=False), ("value", pa.binary())])
 )
-_MARKER = struct.Struct("<qhBx")
 _STAMP = struct.Struct("<q")
 
 
@@ -99,48 +93,6 @@ def schema(timestamp_unit: str = "ms") -> pa.Schema:
 
 
 _SCHEMAS = {unit: schema(unit) for unit in ("ms", "us")}
-
-
-class Marker(NamedTuple):
-    """One row of a control batch: how a producer's transaction ended here (rule X5)."""
-
-    producer_id: int
-    producer_epoch: int
-    commit: bool
-
-
-# -- markers ---------------------------------------------------------------------------------------
-
-
-def encode_markers(
-    markers: Sequence[Marker], timestamp_ms: int, leader_epoch: int = NONE
-) -> list[Buffer]:
-    """Encode a control batch that ends the transactions of all `markers` at once (rule X5)."""
-    values = pa.array(
-        [_MARKER.pack(m.producer_id, m.producer_epoch, m.commit) for m in markers], pa.binary()
-    )
-    rows = pa.record_batch([values], names=["value"])
-    return encode(
-        rows,
-        default_timestamp=timestamp_ms,
-        transactional=True,
-        control=True,
-        leader_epoch=leader_epoch,
-    )
-
-
-def decode_markers(batch: Buffer) -> list[Marker]:
-    """Decode the rows of a control batch.  Raises `InvalidRecord` if it holds anything else."""
-    values = decode(batch, decoded_bytes_max=DECODED_BYTES_MAX).column("value")
-    found = []
-    for value in values.to_pylist():
-        if value is None or len(value) != _MARKER.size:
-            raise errors.InvalidRecord(
-                "a control batch holds something else than transaction markers"
-            )
-        producer_id, epoch, commit = _MARKER.unpack(value)
-        found.append(Marker(producer_id, epoch, bool(commit)))
-    return found
 
 
 # -- decoding --------------------------------------------------------------------------------------

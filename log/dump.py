@@ -12,7 +12,7 @@ from typing import Any
 from crc32c import crc32c
 
 from pk import errors
-from pk.log import aborted, checkpoints, columns, epochs, identity, index
+from pk.log import aborted, checkpoints, columns, control_rows, epochs, identity, index
 from pk.log import batch as batches
 from pk.log.batch import HEADER_BYTES, Header
 from pk.log.damage import ReadAt
@@ -101,7 +101,7 @@ def dump_log(read: ReadAt, size: int, records: bool) -> Iterator[Object]:
         row: Object = {"position": position, **_batch(header)}
         if found != header.crc:
             row = {"corrupt": f"checksum 0x{found:08x} instead of 0x{header.crc:08x}", **row}
-        elif records:
+        elif records and header.codec_number < len(batches.CODECS):
             row |= _rows(raw, header)
         yield row
         position += header.length
@@ -114,7 +114,7 @@ def _batch(header: Header) -> Object:
         "records": header.record_count,
         "bytes": header.length,
         "leader_epoch": header.leader_epoch,
-        "codec": header.codec,
+        "codec": _codec(header),
         "timestamp_type": "LogAppendTime" if header.log_append_time else "CreateTime",
         "base_timestamp": header.base_timestamp,
         "max_timestamp": header.max_timestamp,
@@ -128,10 +128,15 @@ def _batch(header: Header) -> Object:
     }
 
 
+def _codec(header: Header) -> str:
+    number = header.codec_number
+    return batches.CODECS[number] if number < len(batches.CODECS) else f"{number} (a newer pk's)"
+
+
 def _rows(raw: bytes, header: Header) -> Object:
     try:
         if header.control:
-            return {"markers": [marker._asdict() for marker in columns.decode_markers(raw)]}
+            return {"markers": [marker._asdict() for marker in control_rows.decode_markers(raw)]}
         rows = columns.decode(raw, decoded_bytes_max=columns.DECODED_BYTES_MAX)
     except errors.PkError as cause:
         return {"corrupt": cause.message}

@@ -36,7 +36,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pk import errors
-from pk.log import aborted, checkpoints, columns, index, producers, recovery
+from pk.log import aborted, checkpoints, control_rows, index, producers, recovery
 from pk.log import epochs as leader_epochs
 from pk.log.batch import Header
 from pk.log.damage import Damage, is_torn
@@ -541,7 +541,7 @@ def replay_one(
     """
     if header.producer_id == NONE and not header.control:
         return []
-    markers: Sequence[columns.Marker] = ()
+    markers: Sequence[control_rows.Marker] = ()
     # A flipped bit may be in the batch's attributes, its producer id or its sequence.  If it were
     # applied, the producer's next batch would be refused from then on, or a retry of this batch
     # stored twice (rule L6).  The first batch of each producer is checked, too: it may be another
@@ -549,6 +549,6 @@ def replay_one(
     if header.control or not producers.continues(header, state.get(header.producer_id)):
         raw = segment.read_at(position, header.length)
         verify_batches(segment.path(), raw)
-        markers = columns.decode_markers(raw) if header.control else ()
+        markers = control_rows.decode_markers(raw) if header.control else ()
     stamp = header.max_timestamp if header.log_append_time else NONE
     return list(state.apply(header, header.base_offset, now_ms, markers, stamp).aborted)

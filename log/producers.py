@@ -35,7 +35,7 @@ from crc32c import crc32c
 from pk import limits
 from pk.log.aborted import AbortedEntry
 from pk.log.batch import Header
-from pk.log.columns import Marker
+from pk.log.control_rows import Marker
 from pk.types import NONE
 
 _HEAD = struct.Struct("<4sHHqIII")

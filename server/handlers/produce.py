@@ -33,7 +33,7 @@ from typing import NamedTuple
 from pk import errors, limits
 from pk.log import batch as batches
 from pk.log import columns
-from pk.log.batch import CODEC_MASK, HEADER_BYTES, Header
+from pk.log.batch import HEADER_BYTES, Header
 from pk.server.broker.core import BrokerCore, ProducerStream
 from pk.server.replica.delayed_produce import DelayedProduce
 from pk.server.replica.leader import ACKS_ALL
@@ -91,7 +91,7 @@ def weight(entries: list[_Entry]) -> int:
     for entry in entries:
         raw = entry.batch
         total += len(raw)
-        if len(raw) >= HEADER_BYTES + 4 and raw[24] & CODEC_MASK:
+        if len(raw) >= HEADER_BYTES + 4 and raw[24] & 0b11:
             total += COMPRESSED_WEIGHT * int.from_bytes(
                 raw[HEADER_BYTES : HEADER_BYTES + 4], "little"
             )

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from pk import errors, settings
 from pk.log import batch as batches
-from pk.log import columns
+from pk.log import columns, control_rows
 from pk.log.batch import Header
 from pk.log.batch_cache import BatchCache
-from pk.log.columns import Marker
+from pk.log.control_rows import Marker
 from pk.log.partition_log import PartitionLog
 from pk.log.plan import Duplicate, LogConfig, WritePlan
 from pk.log.producers import Producers
@@ -144,7 +144,7 @@ class Life:
         epoch = state.epoch if state else 0
         if who >= 3 and state and state.transaction_start >= 0 and rng.random() < 0.4:
             markers = (Marker(who, epoch + 1, rng.random() < 0.5),)
-            raw = b"".join(columns.encode_markers(markers, self.clock))
+            raw = b"".join(control_rows.encode_markers(markers, self.clock))
             self._take(raw, markers, from_client=False)
             return
         sequence = -1 if who < 0 else (state.last_sequence + 1 if state else 0) & 0x7FFFFFFF

@@ -6,7 +6,6 @@ import random
 import re
 from typing import Any
 
-import pyarrow as pa
 import pytest
 from fake_broker import FakeBroker, FakeCluster
 from hypothesis import given, settings
@@ -18,7 +17,8 @@ from pk.client.fetcher_events import FetchedPartition, OffsetFound, Pause, Seek
 from pk.client.network_client import NetworkClient
 from pk.client.offsets import LATEST, lookup_offsets
 from pk.client.options import consumer_options
-from pk.log.columns import Marker, encode, encode_markers
+from pk.log.columns import encode_lists
+from pk.log.control_rows import Marker, encode_markers
 from pk.sim.world import SimWorld
 from pk.types import TopicPartition
 
@@ -26,8 +26,8 @@ T0 = TopicPartition("t", 0)
 
 
 def put(cluster: FakeCluster, place: TopicPartition, values: list[bytes], **more: Any) -> None:
-    rows = pa.record_batch([pa.array(values, pa.binary())], names=["value"])
-    cluster.log(*place).append(b"".join(encode(rows, default_timestamp=1000, **more)))
+    options = {"default_timestamp": 1000, **more}
+    cluster.log(*place).append(b"".join(encode_lists(values, **options)))
 
 
 class Bench:
@@ -510,8 +510,7 @@ def test_offsets_by_time_and_special(bench: Any) -> None:
     b = bench()
     b.cluster.create("t")
     for stamp in (100, 200, 300):
-        rows = pa.record_batch([pa.array([b"v"])], names=["value"])
-        b.cluster.log("t").append(b"".join(encode(rows, default_timestamp=stamp)))
+        put(b.cluster, T0, [b"v"], default_timestamp=stamp)
 
     def ask(stamp: int) -> int:
         work = lookup_offsets(b.engine.cluster, [T0], {T0: stamp}, 1, 1000)

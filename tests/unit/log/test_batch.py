@@ -67,8 +67,6 @@ def test_layout_is_the_documented_one() -> None:
         (17, "B", 1),
         (8, "i", 63),
         (8, "i", -1),
-        (24, "H", 0x8000),
-        (24, "H", 0b11),
         (24, "H", batch.KEY_NULLS | batch.VALUE),
         (24, "H", batch.TIMESTAMPS_I64 | batch.VALUE),
         (60, "i", -1),

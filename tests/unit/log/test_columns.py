@@ -11,7 +11,7 @@ import pytest
 
 from pk import errors
 from pk.log import batch, columns
-from pk.log.columns import HEADER_TYPE, Marker
+from pk.log.columns import HEADER_TYPE
 
 CODECS = ("none", "lz4", "zstd")
 
@@ -242,18 +242,6 @@ def test_values_alone_are_those_of_the_rows(codec: str) -> None:
     for values in ([b"a"], [b"", b"bc", b""], [None, b"x"], [None, None], [b"x"] * 100):
         raw = b"".join(columns.encode_lists(values, codec=codec, default_timestamp=5))
         same_values(raw, columns.decode(raw, decoded_bytes_max=10**6))
-
-
-def test_markers() -> None:
-    markers = [Marker(1, 2, True), Marker(3, 4, False)]
-    raw = b"".join(columns.encode_markers(markers, 55))
-    header = batch.check(raw)
-    assert header.control
-    assert header.transactional
-    assert header.max_timestamp == 55
-    assert columns.decode_markers(raw) == markers
-    with pytest.raises(errors.InvalidRecord):
-        columns.decode_markers(b"".join(columns.encode_lists([b"no marker"])))
 
 
 # -- hostile bodies (rule L13) ---------------------------------------------------------------------

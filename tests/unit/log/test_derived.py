@@ -10,7 +10,7 @@ import pytest
 from pk import errors
 from pk.log import batch as batches
 from pk.log import loading
-from pk.log.columns import Marker, encode_markers
+from pk.log.control_rows import Marker, encode_markers
 from pk.log.producers import ProducerStateEntry
 from pk.types import AbortedTransaction
 from tests.unit.log.conftest import NOW, Bench, make_batch

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from pk.cli import app
-from pk.log import columns
-from pk.log.columns import Marker
+from pk.log import columns, control_rows
+from pk.log.control_rows import Marker
 from pk.server.metadata import snapshot
 from pk.server.metadata.image import MetadataImage
 from pk.server.metadata.records import record_of
@@ -38,7 +38,9 @@ def folder(bench: Make, tmp_path: Path) -> Path:
         )
         b.append(b"".join(raw), epoch=1)
     b.decide(
-        b"".join(columns.encode_markers([Marker(9, 3, False)], NOW)), epoch=1, from_client=False
+        b"".join(control_rows.encode_markers([Marker(9, 3, False)], NOW)),
+        epoch=1,
+        from_client=False,
     )
     b.write()
     b.log.close()
@@ -96,7 +98,8 @@ def test_markers_are_named(folder: Path) -> None:
     last = sorted(folder.glob("*.log"))[-1]
     batch = dump(last, "--records")[1][-1]
     assert batch["control"]
-    assert batch["markers"] == [{"producer_id": 9, "producer_epoch": 3, "commit": False}]
+    (marker,) = batch["markers"]
+    assert marker == Marker(9, 3, False)._asdict()
 
 
 @pytest.mark.parametrize(

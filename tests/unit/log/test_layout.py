@@ -18,8 +18,8 @@ from google.protobuf.descriptor import Descriptor
 
 from pk import settings
 from pk.log import batch as batches
-from pk.log import columns, directory
-from pk.log.columns import Marker
+from pk.log import columns, control_rows, directory
+from pk.log.control_rows import Marker
 from pk.log.manager import LogManager
 from pk.log.plan import LogConfig
 from pk.server.metadata import snapshot
@@ -68,7 +68,7 @@ def sample() -> list[bytes]:
     ]
     whole.append(columns.encode(rows(20, rich=True), **plain, keep_offsets=True))
     whole.append(columns.encode(rows(5), **open_transaction, base_sequence=0))
-    whole.append(columns.encode_markers([Marker(9, 1, False)], NOW))
+    whole.append(control_rows.encode_markers([Marker(9, 1, False)], NOW))
     whole.append(columns.encode(rows(5), **open_transaction, base_sequence=5))
     whole += [columns.encode(rows(400), **plain) for _ in range(2)]
     return [b"".join(parts) for parts in whole]

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from pk import errors
-from pk.log.columns import Marker, encode_markers
+from pk.log.control_rows import Marker, encode_markers
 from pk.log.producers import Producers
 from pk.sim.disk import Crashed, SimStorage
 from tests.unit.log.conftest import Bench, make_batch

@@ -9,8 +9,8 @@ import pytest
 
 from pk import errors
 from pk.log import batch as batches
-from pk.log import columns
-from pk.log.columns import Marker
+from pk.log import columns, control_rows
+from pk.log.control_rows import Marker
 from pk.log.plan import Appended, Duplicate
 from pk.log.segment import IndexCache
 from pk.types import AbortedTransaction, EpochStart
@@ -531,7 +531,7 @@ def test_open_transactions_hold_the_lso_and_aborts_are_indexed(bench: Make) -> N
         b.decide(transactional(producer_id, sequence), transactions=True)
         b.write()
     assert b.log.last_stable_offset(3) == 0
-    marker = b"".join(columns.encode_markers([Marker(1, 1, False), Marker(2, 1, True)], NOW))
+    marker = b"".join(control_rows.encode_markers([Marker(1, 1, False), Marker(2, 1, True)], NOW))
     b.decide(marker, from_client=False)
     b.write()
     assert b.log.last_stable_offset(4) == 0  # the control batch holds offsets 3 and 4

@@ -8,7 +8,7 @@ import pytest
 
 from pk.log import batch, producers
 from pk.log.batch import Header
-from pk.log.columns import Marker
+from pk.log.control_rows import Marker
 from pk.log.producers import Producers, Undo
 
 

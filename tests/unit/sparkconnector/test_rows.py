@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pk import errors
 from pk.log import batch as batches
-from pk.log import columns
+from pk.log import columns, control_rows
 from pk.sparkconnector import options, rows
 from pk.sparkconnector.offsets import Range
 
@@ -168,7 +168,7 @@ def test_control_batches_and_aborted_transactions_are_dropped():
             [b"b"], producer_id=8, producer_epoch=0, base_sequence=0, transactional=True
         )
     )
-    marker = joined(columns.encode_markers([columns.Marker(7, 0, False)], 1))
+    marker = joined(control_rows.encode_markers([control_rows.Marker(7, 0, False)], 1))
     payload = at(mine, 0) + at(other, 1) + at(marker, 2) + at(mine, 3)
 
     def values(found):

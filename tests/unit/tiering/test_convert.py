@@ -13,7 +13,7 @@ from hypothesis import given
 
 from pk import errors
 from pk.log import batch as log_batch
-from pk.log import columns
+from pk.log import columns, control_rows
 from pk.tiering import convert, row_groups, rowhash
 from pk.tiering.footers import UnreadableFile
 from pk.tiering.layout import FILE_SCHEMA
@@ -107,7 +107,7 @@ def test_rows_survive_the_way_there_and_back(batches: list[tuple[Any, str, int]]
 
 
 def test_aborted_batches_and_markers_are_left_out() -> None:
-    marker = b"".join(columns.encode_markers([columns.Marker(7, 0, False)], 5))
+    marker = b"".join(control_rows.encode_markers([control_rows.Marker(7, 0, False)], 5))
     kept = plain(3, 0)
     dropped = plain(4, 3, producer_id=7, producer_epoch=0, transactional=True)
     control = b"".join(log_batch.patched(marker, 7, 0))
@@ -118,7 +118,7 @@ def test_aborted_batches_and_markers_are_left_out() -> None:
 
 
 def test_a_range_without_rows_makes_no_file() -> None:
-    marker = b"".join(columns.encode_markers([columns.Marker(7, 0, True)], 5))
+    marker = b"".join(control_rows.encode_markers([control_rows.Marker(7, 0, True)], 5))
     found = convert.build_file(
         [memoryview(marker)], start=0, limit=10, aborted=(), decoded_bytes_max=MAX
     )
