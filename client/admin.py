@@ -25,8 +25,10 @@ from pk.client.network_client import NetworkClient
 from pk.client.offsets import ISOLATION, OFFSET_MAX, lookup_offsets
 from pk.client.options import TIMEOUT_S, bootstrap_of
 from pk.client.quorum import QuorumCalls, ask_active
+from pk.client.reassignments import PartitionReassignment as PartitionReassignment
+from pk.client.reassignments import ReassignmentCalls
 from pk.client.tier_rows import TierRows, tier_rows
-from pk.types import PartitionKey, TopicPartition
+from pk.types import TopicPartition
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 
@@ -69,17 +71,6 @@ class TopicListing:
 
 
 @dataclass(slots=True, frozen=True)
-class PartitionReassignment:
-    """A reassignment in progress; `replicas`: the new ones, then those that will be removed."""
-
-    topic: str
-    partition: int
-    replicas: tuple[int, ...]
-    adding: tuple[int, ...]
-    removing: tuple[int, ...]
-
-
-@dataclass(slots=True, frozen=True)
 class ConfigEntry:
     """One setting of a resource; `source`: where its value comes from (topic, server, default)."""
 
@@ -90,7 +81,7 @@ class ConfigEntry:
     doc: str = ""
 
 
-class AdminClient(BrokerCalls, QuorumCalls):
+class AdminClient(BrokerCalls, QuorumCalls, ReassignmentCalls):
     """Administers a cluster.
 
     bootstrap: "host:port,…" of brokers, or a list.  bootstrap_controllers: addresses of controllers
@@ -352,92 +343,7 @@ class AdminClient(BrokerCalls, QuorumCalls):
         await cluster.retrying(attempt, max(1, deadline - clock.monotonic_ms()))
         return found
 
-    # -- replicas and brokers ----------------------------------------------------------------------
-
-    def alter_partition_reassignments(
-        self,
-        reassignments: Mapping[TopicPartition, Iterable[int] | None],
-        *,
-        timeout_s: float = TIMEOUT_S,
-    ) -> dict[TopicPartition, errors.PkError | None]:
-        """Assign new replicas to partitions, the preferred leader first; None cancels (KIP-455).
-
-        The brokers copy data after the call has returned: `list_partition_reassignments` shows
-        progress. Each partition succeeds or fails independently: its result is an error, or None.
-        """
-        request = wire.AlterReassignmentsRequest()
-        asked = arguments.by_place(reassignments, "reassignments", "lists of broker ids")
-        for place, replicas in asked.items():
-            listed = () if replicas is None else arguments.items(replicas, "reassignments")
-            request.reassignments.add(
-                topic=place.topic, partition=place.partition, cancel=replicas is None,
-                replicas=[arguments.whole(each, "reassignments") for each in listed],
-            )  # fmt: skip
-        reply = self._ask(request, wire.AlterReassignmentsReply, timeout_s)
-        return _by_partition(reply.results)
-
-    def list_partition_reassignments(
-        self, topics: Iterable[str] | None = None, *, timeout_s: float = TIMEOUT_S
-    ) -> list[PartitionReassignment]:
-        """Return the reassignments in progress, of these topics (None = all)."""
-        wanted = None if topics is None else arguments.topics(topics, "topics")
-        if wanted is not None and not wanted:
-            return []
-        request = wire.ListReassignmentsRequest(topics=wanted or ())
-        reply = self._ask(request, wire.ListReassignmentsReply, timeout_s)
-        return [
-            PartitionReassignment(
-                r.topic, r.partition, tuple(r.replicas), tuple(r.adding), tuple(r.removing)
-            )
-            for r in reply.reassignments
-        ]
-
-    def partition_replicas(
-        self, topics: Iterable[str], *, timeout_s: float = TIMEOUT_S
-    ) -> dict[TopicPartition, tuple[int, ...]]:
-        """Return the replicas of every partition of these topics; unknown topics are left out."""
-        request = wire.MetadataRequest(topics=arguments.topics(topics, "topics"))
-        reply = self._ask(request, wire.MetadataReply, timeout_s)
-        return {
-            TopicPartition(t.name, p.partition): tuple(p.replicas)
-            for t in reply.topics
-            for p in t.partitions
-        }
-
-    def elect_leaders(
-        self,
-        partitions: Iterable[TopicPartition] | None = None,
-        *,
-        unclean: bool = False,
-        timeout_s: float = TIMEOUT_S,
-    ) -> dict[TopicPartition, errors.PkError | None]:
-        """Elect the preferred leaders (KIP-460); None = all partitions that need it.
-
-        `unclean` elects a leader for partitions without one, even if in-sync replicas are missing.
-        Records that only the missing replicas hold are lost.  Each partition succeeds or fails
-        independently.
-        """
-        request = wire.ElectLeadersRequest(unclean=arguments.flag(unclean, "unclean"))
-        if partitions is not None:
-            wanted = arguments.places(partitions)
-            if not wanted:
-                return {}
-            deadline = self._now_s() + arguments.seconds(timeout_s)
-            work = self._keys(wanted, int(timeout_s * 1000))
-            for key in self._run(work, timeout_s):
-                request.partitions.add(topic_id=key.topic_id, partition=key.partition)
-            timeout_s = max(0.001, deadline - self._now_s())
-        return _by_partition(self._ask(request, wire.ElectLeadersReply, timeout_s).results)
-
-    async def _keys(self, places: list[TopicPartition], timeout_ms: int) -> list[PartitionKey]:
-        ids: dict[str, str] = {}
-        clock = self._cluster.world.clock
-        deadline = clock.monotonic_ms() + timeout_ms
-        for name in dict.fromkeys(place.topic for place in places):
-            left = max(1, deadline - clock.monotonic_ms())
-            found = await self._cluster.topic(name, left, whole_ms=timeout_ms)
-            ids[name] = found.topic_id
-        return [PartitionKey(ids[place.topic], place.partition) for place in places]
+    # -- brokers -----------------------------------------------------------------------------------
 
     def unregister_broker(self, broker_id: int, *, timeout_s: float = TIMEOUT_S) -> None:
         """Remove a broker that is stopped for good and has no replicas any more (KIP-500)."""
@@ -574,15 +480,6 @@ def _results(results: Iterable[wire.TopicResult]) -> list[TopicResult]:
         TopicResult(r.name, r.topic_id, r.note, refusal(r.error) if r.HasField("error") else None)
         for r in results
     ]
-
-
-def _by_partition(
-    results: Iterable[wire.ReassignmentResult],
-) -> dict[TopicPartition, errors.PkError | None]:
-    return {
-        TopicPartition(r.topic, r.partition): (refusal(r.error) if r.HasField("error") else None)
-        for r in results
-    }
 
 
 def _only(results: Sequence[T]) -> T:

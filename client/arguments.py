@@ -179,6 +179,13 @@ def by_place(given: Mapping[Any, T], name: str, what: str) -> dict[TopicPartitio
     return {place(each, name): value for each, value in given.items()}
 
 
+def topic_ids(given: Any, name: str) -> dict[str, str]:
+    """Check a dict of topic to topic id."""
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{name} must be a dict of topic to id, not {shown(given)}")
+    return {topic(key, name): text(value, f"{name}[{key!r}]") for key, value in given.items()}
+
+
 def settings(given: Any, name: str) -> dict[str, str]:
     """Check a dict of settings and return values as text; the server validates them."""
     if not isinstance(given, Mapping):

@@ -48,6 +48,7 @@ _NOT_YET = (errors.InvalidReplicationFactor, errors.UnknownTopicId)
 _CANNOT_MOVE = (
     errors.InvalidReplicaAssignment,  # a broker is not registered yet, or none could lead
     errors.NoReassignmentInProgress,
+    errors.NotEnoughReplicas,  # too few would stay in sync (rule R8)
     errors.UnknownTopicOrPartition,
 )
 
@@ -346,7 +347,9 @@ class SimAdmin:
         brokers = [node.number for node in self._options.with_role(BROKER)]
         request = wire.AlterReassignmentsRequest()
         asked = request.reassignments.add(
-            topic=plan.name, partition=rng.randrange(topic.partitions)
+            topic=plan.name,
+            topic_id=topic.topic_id,
+            partition=rng.randrange(topic.partitions),
         )
         if rng.random() < 0.2:
             asked.cancel = True
@@ -370,7 +373,12 @@ class SimAdmin:
 
     async def _move(self, topic: str, partition: int, replicas: Sequence[int]) -> None:
         request = wire.AlterReassignmentsRequest()
-        request.reassignments.add(topic=topic, partition=partition, replicas=replicas)
+        request.reassignments.add(
+            topic=topic,
+            topic_id=self._oracle.topics[topic].topic_id,
+            partition=partition,
+            replicas=replicas,
+        )
         await self._until_done(lambda: request, _CANNOT_MOVE)
 
     async def _toggle(self, plan: TopicPlan) -> None:

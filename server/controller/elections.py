@@ -18,7 +18,9 @@ reports a reason against this leader (rule L16).  An unfit replica leads only if
 The third row is the recovery election of rule R3.  It needs no permission, because no other replica
 can have acknowledged records.  If there is one last-known member, its log is the greatest, and the
 controller does not ask for its position.  In the fourth row "those present" are last-known members,
-or any replica if no last-known member is present.
+or any replica if no last-known member is present.  A replica that a reassignment is adding is
+elected only as a member of ISR or ELR or as a last-known member (rule R9): any other has only a
+part of the log.
 
 *Greatest* compares (last epoch, log end).  One kind of log has no last epoch: a log without
 records, because retention emptied it or because START_AT began it where its leader's segments begin
@@ -28,8 +30,8 @@ records and must not be given again.  For other replicas the epochs alone decide
 may have been begun in a history that an unclean election gave up later.
 
 A member that leaves the ISR is treated by *required* = min(min_insync_replicas, replicas).  While a
-reassignment runs, `replicas` counts the old and the new replicas together, as in Kafka, both here
-and for the leader's high watermark.
+reassignment runs, `replicas` counts the original replicas without those being added, both here and
+for the leader's high watermark (rule R1).
 
   | the ISR is then  | it left with its data | it may have lost data | ELR and last-known          |
   |------------------|-----------------------|-----------------------|-----------------------------|
@@ -117,7 +119,7 @@ def waits_for(state: PartitionState, there: Callable[[NodeId], bool]) -> tuple[N
     """
     if state.leader != NONE:
         return ()
-    members = (*state.isr, *state.elr) or state.last_known or state.replicas
+    members = (*state.isr, *state.elr) or state.last_known or state.original
     return tuple(member for member in members if not there(member))
 
 
@@ -172,7 +174,7 @@ class PartitionChangeBuilder:
         now = self.now
         elr: tuple[NodeId, ...] = ()
         last_known: tuple[NodeId, ...] = ()
-        if len(isr) < min(self._min_isr, len(now.replicas)):
+        if len(isr) < min(self._min_isr, len(now.replicas) - len(now.adding)):
             held = [each for each in (*now.elr, *now.isr) if each in now.replicas]
             elr = tuple(each for each in held if each not in isr and each not in lost)
             known = [*now.last_known, *(each for each in held if each in lost)]
@@ -227,7 +229,7 @@ class PartitionChangeBuilder:
 
     def _recover(self, cluster: LeaderEligibility, may_lose: bool) -> NodeId | None:
         now = self.now
-        known = [member for member in now.replicas if member in (now.last_known or now.replicas)]
+        known = [member for member in now.replicas if member in (now.last_known or now.original)]
         present = self._present(known, cluster)
         if not now.isr and not now.elr:
             best = self._greatest(known, cluster)
@@ -235,7 +237,7 @@ class PartitionChangeBuilder:
                 return best
         if not may_lose:
             return None
-        return self._greatest(present or self._present(now.replicas, cluster), cluster)
+        return self._greatest(present or self._present(now.candidates, cluster), cluster)
 
     def _present(self, members: Collection[NodeId], cluster: LeaderEligibility) -> list[NodeId]:
         """The eligible replicas whose brokers sent a heartbeat in this term."""
@@ -315,6 +317,19 @@ class PartitionChangeBuilder:
             for member in (*now.isr, *now.elr)
         )
 
+    def keeps_copies(self, replicas: Collection[NodeId]) -> bool:
+        """Whether `replicas` alone keep as many copies of acknowledged records as rule R8 asks.
+
+        The ISR, and the ISR together with the ELR, must keep min(required, members before).  For
+        these the original replicas are counted: completion has a condition of its own.
+        """
+        now = self.now
+        required = min(self._min_isr, len(now.replicas) - len(now.adding))
+        return all(
+            sum(member in replicas for member in members) >= min(required, len(members))
+            for members in (now.isr, (*now.isr, *now.elr))
+        )
+
     def assign(
         self,
         replicas: tuple[NodeId, ...],
@@ -337,11 +352,12 @@ class PartitionChangeBuilder:
         self._set_isr([member for member in now.isr if member in replicas], lost=())
         self.elect(cluster)
 
-    def complete(self, cluster: LeaderEligibility) -> bool:
-        """Complete a reassignment whose new replicas are all in sync.
+    def complete(self, cluster: LeaderEligibility, *, force: bool = False) -> bool:
+        """Complete a reassignment whose new replicas are all in sync (rule R8).
 
         Unlike Kafka, the ISR within the target must reach min_insync_replicas, so that completion
-        never stops acks=all.
+        never stops acks=all.  If the target has fewer replicas than the original, all of them must
+        be in sync.  `force` waives both conditions, on request of an operator.
         """
         now = self.now
         if not now.adding and not now.removing:
@@ -350,7 +366,8 @@ class PartitionChangeBuilder:
         isr = [member for member in now.isr if member in target]
         if any(member not in isr for member in now.adding):
             return False
-        if len(isr) < min(self._min_isr, len(target)):
+        smaller = len(target) < len(now.replicas) - len(now.adding)
+        if not force and len(isr) < (len(target) if smaller else min(self._min_isr, len(target))):
             return False
         if now.leader not in target and not self.can_assign(target, cluster):
             return False

@@ -89,7 +89,7 @@ def _elect(batch: BatchedDecision, key: PartitionKey, name: str, *, unclean: boo
             raise errors.ElectionNotNeeded(f"{name}: broker {state.leader} leads")
         builder = batch.visit_key(key, may_lose=True)
         if builder is None or builder.now.leader == NONE:
-            there = [str(each) for each in state.replicas if cluster.eligible(each, key)]
+            there = [str(each) for each in state.candidates if cluster.eligible(each, key)]
             raise errors.EligibleLeadersNotAvailable(
                 f"{name}: no replica can be elected"
                 + (f"; brokers {', '.join(there)} have not said how far they are" if there else "")

@@ -12,12 +12,19 @@ other state exists, so a failover of the controller continues the reassignment.
   - The original replicas are the replicas without those being added.  A new target is compared with
     the original replicas.  Replicas that were being added for the former target leave at once.
   - Cancel returns to the original replicas in one record.
+  - A record that takes replicas away leaves at least min(required, members before) in the ISR, and
+    in ISR and ELR together; a smaller target is reached only with all its members in sync (rule
+    R8).  Completion waits for that; a cancel or a new target that would break it is refused, until
+    other replicas are in sync.  An operator may force it.
+  - A request names the topic id and may name the replicas that it expects; both are compared in the
+    decision that begins the move (rule R10).
   - A record that removes a replica begins a new leader epoch, also if the leader stays (rule R2).
   - A change that would leave the partition without a replica that may lead is refused.
-  - While a reassignment runs, the required in-sync replicas are min(min_insync_replicas, old and
-    new replicas together).  A partition with fewer replicas than min_insync_replicas refuses
-    acks=all until enough of the new ones are in sync, as in Kafka.
-  - Fencing, ELR and elections treat adding and removing replicas like any others.
+  - While a reassignment runs, the required in-sync replicas are min(min_insync_replicas, original
+    replicas).  Unlike in Kafka, a larger replication factor does not stop acks=all while the new
+    replicas copy.
+  - Fencing and ELR treat adding and removing replicas like any others.  An election does not choose
+    a replica that is being added unless it is or was a member of the ISR (rule R9).
 """
 
 from __future__ import annotations
@@ -60,7 +67,7 @@ def alter_reassignments(image: MetadataImage, rules: Rules, command: AlterReassi
             if place in seen:
                 raise errors.InvalidRequest(f"{_name(item)} is named twice in one request")
             seen[place] = None
-            _alter(batch, item)
+            _alter(batch, item, force=command.request.force)
         except errors.PkError as error:
             result.error.CopyFrom(frames.error_of(error))
     reply.metadata_offset = image.offset + len(batch.bodies)
@@ -71,22 +78,42 @@ def _name(item: wire.Reassignment) -> str:
     return f"{item.topic[:300]}-{item.partition}"
 
 
-def _alter(batch: BatchedDecision, item: wire.Reassignment) -> None:
+def _alter(batch: BatchedDecision, item: wire.Reassignment, *, force: bool) -> None:
     image = batch.cluster.image
-    topic = image.topic(item.topic)
-    state = None if topic is None else topic.partitions.get(item.partition)
-    if topic is None or state is None:
+    topic = _topic_of(image, item)
+    state = topic.partitions.get(item.partition)
+    if state is None:
         raise errors.UnknownTopicOrPartition(f"{_name(item)} does not exist")
+    if item.expected and tuple(item.expected) != state.replicas:
+        raise errors.InvalidReplicaAssignment(
+            f"{_name(item)}: the plan expects replicas {list(item.expected)[:20]}, and they are "
+            f"{list(state.replicas)}: it was reassigned since; make the plan again"
+        )
     builder = batch.builder(topic, item.partition, state)
     if item.cancel:
         if not state.adding and not state.removing:
             raise errors.NoReassignmentInProgress(f"{_name(item)} is not being reassigned")
-        _assign(builder, state.original, batch.cluster, _name(item))
+        _assign(builder, state.original, batch.cluster, _name(item), force=force)
     else:
         _check_target(image, tuple(item.replicas), _name(item))
-        _assign(builder, tuple(item.replicas), batch.cluster, _name(item))
-        builder.complete(batch.cluster)
+        _assign(builder, tuple(item.replicas), batch.cluster, _name(item), force=force)
+        builder.complete(batch.cluster, force=force)
     batch.keep(builder, topic)
+
+
+def _topic_of(image: MetadataImage, item: wire.Reassignment) -> TopicState:
+    """Return the topic that a request names by id.  Its name must be the topic's (rule R10)."""
+    topic, named = image.topics.get(item.topic_id), image.topic(item.topic)
+    if topic is not None and topic is named:
+        return topic
+    if named is None:
+        raise errors.UnknownTopicOrPartition(f"{_name(item)} does not exist")
+    if not item.topic_id:
+        raise errors.InvalidRequest(f"{_name(item)}: the request names no topic id")
+    raise errors.UnknownTopicId(
+        f"{_name(item)}: the id of topic {named.name} is {named.topic_id}, not "
+        f"{item.topic_id[:40]}: it was deleted and created again; make the plan again"
+    )
 
 
 def _check_target(image: MetadataImage, target: tuple[NodeId, ...], name: str) -> None:
@@ -104,6 +131,8 @@ def _assign(
     target: tuple[NodeId, ...],
     cluster: LeaderEligibility,
     name: str,
+    *,
+    force: bool,
 ) -> None:
     """Begin the move to `target`.  The original replicas as target cancel, in the order given."""
     original = builder.now.original
@@ -114,6 +143,12 @@ def _assign(
         raise errors.InvalidReplicaAssignment(
             f"{name}: none of {list(replicas)} could lead it now; replicas that a reassignment "
             "added hold what the others do not, or may"
+        )
+    if not force and not builder.keeps_copies(replicas):
+        raise errors.NotEnoughReplicas(
+            f"{name}: in sync are {list(builder.now.isr)}, and only some of {list(replicas)} would "
+            "stay, fewer than min_insync_replicas asks for; ask again when more of them are in "
+            "sync, or force it"
         )
     if (replicas, adding, removing) != (
         builder.now.replicas,

@@ -118,7 +118,7 @@ def wanted(
         if state is None or who not in state.replicas:
             continue
         if key not in also and (
-            state.isr or state.elr or who not in (state.last_known or state.replicas)
+            state.isr or state.elr or who not in (state.last_known or state.original)
         ):
             continue
         if report is not None and (

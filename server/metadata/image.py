@@ -70,6 +70,13 @@ class PartitionState:
         return tuple(member for member in self.replicas if member not in self.adding)
 
     @property
+    def candidates(self) -> tuple[NodeId, ...]:
+        """The replicas that an unclean election may choose: not those that only copy yet (R9)."""
+        return tuple(
+            each for each in self.replicas if each not in self.adding or each in self.last_known
+        )
+
+    @property
     def target(self) -> tuple[NodeId, ...]:
         """The replicas after the reassignment; without one, the present replicas."""
         return tuple(member for member in self.replicas if member not in self.removing)

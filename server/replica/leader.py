@@ -32,6 +32,7 @@ class Leader:
     """One partition in one leader epoch.  A new epoch is a new `Leader`."""
 
     __slots__ = (
+        "_adding",
         "_flush_on_ack",
         "_followers",
         "_pending",
@@ -62,6 +63,7 @@ class Leader:
         min_insync_replicas: int,
         flush_on_ack: bool,
         now_ms: int = 0,
+        adding: Sequence[NodeId] = (),
     ) -> None:
         assert node_id in isr, "I4: a leader outside its ISR was never elected"
         self.node_id = node_id
@@ -69,6 +71,7 @@ class Leader:
         self.partition_epoch = partition_epoch
         self.replicas = tuple(replicas)
         self.isr = tuple(isr)
+        self._adding = len(adding)  #: replicas that a reassignment adds, not required (rule R1)
         #: the end of the log when this epoch began; `ready` means the watermark has reached it
         self.start_offset = log_end
         self.high_watermark = min(
@@ -114,7 +117,8 @@ class Leader:
     @property
     def in_sync_required(self) -> int:
         """Committed in-sync replicas without which nothing is acknowledged."""
-        return watermark.in_sync_required(self._required_setting, len(self.replicas))
+        factor = len(self.replicas) - self._adding
+        return watermark.in_sync_required(self._required_setting, factor)
 
     def check_epoch(self, epoch: Epoch) -> None:
         """Raises unless `epoch` is this leader's or absent (KIP-320)."""
@@ -261,6 +265,7 @@ class Leader:
         replicas: Sequence[NodeId],
         partition_epoch: int,
         now_ms: int = 0,
+        adding: Sequence[NodeId] = (),
     ) -> bool:
         """Take over a committed ISR, unless its partition epoch is old.
 
@@ -279,6 +284,7 @@ class Leader:
                 self._followers.forget(member)
         self.isr = tuple(isr)
         self.replicas = tuple(replicas)
+        self._adding = len(adding)
         self._pending = ()
         return self._move()
 

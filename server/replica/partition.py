@@ -365,7 +365,7 @@ class Partition:
         self.others = len(state.isr) > 1
         if current is not None and current.leader_epoch == state.leader_epoch:
             if current.on_isr_committed(
-                state.isr, state.replicas, state.partition_epoch, self._host.now_ms
+                state.isr, state.replicas, state.partition_epoch, self._host.now_ms, state.adding
             ):
                 self.watermark_moved()
             self.complete_deletions()
@@ -392,6 +392,7 @@ class Partition:
             min_insync_replicas=self.settings["min_insync_replicas"],
             flush_on_ack=self.settings["flush_on_ack"],
             now_ms=self._host.now_ms,
+            adding=state.adding,
         )
         self.bounds_moved(urgent=True)
 

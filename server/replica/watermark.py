@@ -21,7 +21,10 @@ from pk.types import Offset
 
 
 def in_sync_required(min_insync_replicas: int, replication_factor: int) -> int:
-    """Return how many committed in-sync replicas an acknowledgement needs (rule R1)."""
+    """Return how many committed in-sync replicas an acknowledgement needs (rule R1).
+
+    `replication_factor` does not count replicas that a reassignment is adding.
+    """
     return min(min_insync_replicas, replication_factor)
 
 

@@ -106,7 +106,7 @@ class BrokerUnavailable(RetriableError):
 
 
 class NotEnoughReplicas(RetriableError):
-    """Fewer in-sync replicas than min_insync_replicas: nothing was acknowledged."""
+    """Fewer in-sync replicas than min_insync_replicas: nothing was acknowledged, or moved away."""
 
     code = 19
 

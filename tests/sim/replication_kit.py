@@ -163,6 +163,12 @@ class Kit:
 
     # -- looking inside ----------------------------------------------------------------------------
 
+    def topic_id(self, topic: str) -> str:
+        """Return the id of a topic, as the controller has it."""
+        assert self.controller is not None
+        assert self.controller.active is not None
+        return self.controller.active.machine.image.topic_ids[topic]
+
     def state(self, topic: str, number: int = 0) -> PartitionState:
         assert self.controller is not None
         found = self.controller.machine.image.topic(topic)
@@ -364,6 +370,8 @@ def written(kit: Kit, topic: str, count: int) -> Ledger:
 def assign(kit: Kit, topic: str, *replicas: int) -> None:
     """Reassign partition 0."""
     request = wire.AlterReassignmentsRequest()
-    request.reassignments.add(topic=topic, partition=0, replicas=replicas)
+    request.reassignments.add(
+        topic=topic, topic_id=kit.topic_id(topic), partition=0, replicas=replicas
+    )
     reply = kit.ask(request)
     assert not reply.results[0].HasField("error"), reply

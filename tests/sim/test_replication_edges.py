@@ -76,7 +76,9 @@ def test_a_new_replica_that_comes_before_the_leader_knows_of_it(make: Any) -> No
     (spare,) = {1, 2, 3, 4} - {leader, second, third}
     kit.sim.network.cut(f"b{leader}", "controller")
     request = wire.AlterReassignmentsRequest()
-    request.reassignments.add(topic="t", partition=0, replicas=[leader, second, third, spare])
+    request.reassignments.add(
+        topic="t", topic_id=kit.topic_id("t"), partition=0, replicas=[leader, second, third, spare]
+    )
     task = kit.spawn_ask(request, second)
     kit.until(lambda: any(p.topic == "t" for p in kit.brokers[spare].core.partitions.values()))
     kit.wait(1_000)

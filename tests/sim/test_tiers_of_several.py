@@ -88,7 +88,9 @@ def lead(kit: Kit, n: int) -> None:
     """Broker `n` leads t-0, elected cleanly."""
     others = [each for each in kit.state("t").replicas if each != n]
     request = wire.AlterReassignmentsRequest()
-    request.reassignments.add(topic="t", partition=0, replicas=[n, *others])
+    request.reassignments.add(
+        topic="t", topic_id=kit.topic_id("t"), partition=0, replicas=[n, *others]
+    )
     kit.ask(request)
     elect = wire.ElectLeadersRequest()
     elect.partitions.add(topic_id=kit.replica(n, "t").key.topic_id, partition=0)

@@ -1,16 +1,21 @@
 """`pk reassign`: give partitions other replicas, with Kafka's JSON file.
 
-    {"version": 1, "partitions": [{"topic": "t", "partition": 0, "replicas": [1, 2, 3]}, …]}
+    {"version": 1, "partitions": [
+        {"topic": "t", "topic_id": "…", "partition": 0, "replicas": [1, 2, 3]}, …]}
 
-The first replica of each is its preferred leader.  `execute` prints the assignment it replaces in
-the same format: given to `execute`, it goes back.
+The first replica of each is its preferred leader.  `current` prints the present assignment in this
+format, as the beginning of a plan.  The topic id keeps a plan from moving another topic that was
+created under the same name since.  "expected" lists the replicas for which the plan was made; it
+may be left out.  `execute` prints the assignment it replaces in the same format: given to
+`execute`, it goes back.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,16 +43,51 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 FileArgument = Annotated[
     Path, typer.Argument(help="the JSON file of a reassignment", metavar="FILE")
 ]
+ForceOption = Annotated[
+    bool,
+    typer.Option(
+        "--force",
+        help="also if fewer replicas stay in sync than min_insync_replicas asks for: the failure of"
+        " one more disk may then lose acknowledged records",
+    ),
+]
 #: Partitions in one request to the controller.
 CHUNK = 1_000
 
 Assignment = dict["TopicPartition", tuple[int, ...]]
 
 
-def read_plan(path: Path) -> Assignment:
-    """Return the assignment in a file.  Raises `InvalidOption` that names the mistake in it."""
-    from pk.types import TopicPartition
+@dataclass(slots=True)
+class Plan:
+    """The file of a reassignment.
 
+    assignment: the new replicas of each partition, the preferred leader first.
+    topic_ids: the id of each topic when the plan was made (rule R10).
+    expected: the replicas of partitions when the plan was made, if the file names them.
+    """
+
+    assignment: Assignment = field(default_factory=dict)
+    topic_ids: dict[str, str] = field(default_factory=dict)
+    expected: Assignment = field(default_factory=dict)
+
+    def text(self) -> str:
+        """Return the plan in the file's format."""
+        partitions = []
+        for place, replicas in sorted(self.assignment.items()):
+            entry = {
+                "topic": place.topic,
+                "topic_id": self.topic_ids.get(place.topic, ""),
+                "partition": place.partition,
+                "replicas": list(replicas),
+            }
+            if place in self.expected:
+                entry["expected"] = list(self.expected[place])
+            partitions.append(entry)
+        return json.dumps({"version": 1, "partitions": partitions})
+
+
+def read_plan(path: Path) -> Plan:
+    """Return the plan in a file.  Raises `InvalidOption` that names the mistake in it."""
     try:
         given = json.loads(path.read_text())
     except OSError as cause:
@@ -56,32 +96,41 @@ def read_plan(path: Path) -> Assignment:
         raise errors.InvalidOption(f"{path} is not JSON: {cause}") from cause
     if not isinstance(given, dict) or given.get("version", 1) != 1:
         raise errors.InvalidOption(f'{path}: an object with "version": 1 and "partitions"')
-    found: Assignment = {}
+    plan = Plan()
     for each in given.get("partitions") or ():
-        try:
-            place = TopicPartition(str(each["topic"]), int(each["partition"]))
-            replicas = tuple(int(member) for member in each["replicas"])
-        except (KeyError, TypeError, ValueError) as cause:
-            raise errors.InvalidOption(
-                f"{path}: {each!r} needs topic, partition and replicas"
-            ) from cause
-        if any(where != "any" for where in each.get("log_dirs") or ()):
-            raise errors.InvalidOption(f"{path}: {place} names log_dirs; pk places replicas itself")
-        if place in found:
-            raise errors.InvalidOption(f"{path} names {place} twice")
-        found[place] = replicas
-    if not found:
+        _read_entry(path, plan, each)
+    if not plan.assignment:
         raise errors.InvalidOption(f"{path} names no partitions")
-    return found
+    return plan
 
 
-def plan_text(assignment: Assignment) -> str:
-    """Return an assignment in the file's format."""
-    partitions = [
-        {"topic": place.topic, "partition": place.partition, "replicas": list(replicas)}
-        for place, replicas in sorted(assignment.items())
-    ]
-    return json.dumps({"version": 1, "partitions": partitions})
+def _read_entry(path: Path, plan: Plan, each: Any) -> None:
+    """Add one partition of the file to `plan`."""
+    from pk.types import TopicPartition
+
+    try:
+        place = TopicPartition(str(each["topic"]), int(each["partition"]))
+        replicas = tuple(int(member) for member in each["replicas"])
+        expected = tuple(int(member) for member in each.get("expected") or ())
+        topic_id = str(each.get("topic_id") or "")
+    except (AttributeError, KeyError, TypeError, ValueError) as cause:
+        raise errors.InvalidOption(
+            f"{path}: {each!r} needs topic, topic_id, partition and replicas"
+        ) from cause
+    if not topic_id:
+        raise errors.InvalidOption(
+            f"{path}: {place} has no topic_id; begin with the output of "
+            f"`pk reassign current {place.topic}`, or add the id that it shows"
+        )
+    if any(where != "any" for where in each.get("log_dirs") or ()):
+        raise errors.InvalidOption(f"{path}: {place} names log_dirs; pk places replicas itself")
+    if place in plan.assignment:
+        raise errors.InvalidOption(f"{path} names {place} twice")
+    if plan.topic_ids.setdefault(place.topic, topic_id) != topic_id:
+        raise errors.InvalidOption(f"{path} names two ids of topic {place.topic}")
+    plan.assignment[place] = replicas
+    if expected:
+        plan.expected[place] = expected
 
 
 def _admin(bootstrap: str) -> AbstractContextManager[AdminClient]:
@@ -91,14 +140,25 @@ def _admin(bootstrap: str) -> AbstractContextManager[AdminClient]:
 
 
 def _alter(
-    admin: AdminClient, wanted: dict[Any, Any], seconds: Callable[[], float]
+    admin: AdminClient,
+    plan: Plan,
+    wanted: Mapping[TopicPartition, Iterable[int] | None],
+    seconds: Callable[[], float],
+    *,
+    force: bool,
 ) -> dict[Any, Any]:
     """Reassign the partitions, chunk by chunk; return each partition's error or None."""
     found: dict[Any, Any] = {}
     places = list(wanted)
     for start in range(0, len(places), CHUNK):
         chunk = {place: wanted[place] for place in places[start : start + CHUNK]}
-        found.update(admin.alter_partition_reassignments(chunk, timeout_s=seconds()))
+        found |= admin.alter_partition_reassignments(
+            chunk,
+            topic_ids=plan.topic_ids,
+            expected={place: plan.expected[place] for place in chunk if place in plan.expected},
+            force=force,
+            timeout_s=seconds(),
+        )
     return found
 
 
@@ -118,21 +178,46 @@ def _report(results: dict[Any, Any], done: str, as_json: bool, **more: Any) -> N
 
 
 @app.command()
+def current(
+    topics: Annotated[list[str], typer.Argument(metavar="TOPIC…", help="topics to list")],
+    bootstrap: BootstrapOption = DEFAULT_BOOTSTRAP,
+    timeout_ms: TimeoutMs = 60_000,
+) -> None:
+    """Print the present replicas of topics as a plan: edit `replicas`, then execute it."""
+    seconds = countdown(timeout_ms)
+    with quiet_end(), _admin(bootstrap) as admin:
+        found = _present(admin, set(topics), seconds)
+        missing = sorted(set(topics) - found.topic_ids.keys())
+        if missing:
+            raise errors.UnknownTopicOrPartition(f"topic {missing[0]} does not exist")
+        found.expected = dict(found.assignment)
+        typer.echo(found.text())
+
+
+def _present(admin: AdminClient, topics: set[str], seconds: Callable[[], float]) -> Plan:
+    """Return the replicas and ids that these topics have now."""
+    replicas = admin.partition_replicas(topics, timeout_s=seconds())
+    return Plan(replicas, admin.topic_ids(topics, timeout_s=seconds()))
+
+
+@app.command()
 def execute(
     file: FileArgument,
     bootstrap: BootstrapOption = DEFAULT_BOOTSTRAP,
     timeout_ms: TimeoutMs = 60_000,
+    force: ForceOption = False,
     as_json: AsJson = False,
 ) -> None:
     """Begin a reassignment; the copying goes on after the command (see verify)."""
     plan, seconds = read_plan(file), countdown(timeout_ms)
     with quiet_end(), _admin(bootstrap) as admin:
-        before = admin.partition_replicas({place.topic for place in plan}, timeout_s=seconds())
-        old = {place: before[place] for place in plan if place in before}
+        before = _present(admin, set(plan.topic_ids), seconds)
+        kept = {p: before.assignment[p] for p in plan.assignment if p in before.assignment}
+        old = Plan(kept, before.topic_ids).text()
         if not as_json:
-            typer.echo(f"to go back, execute this:\n{plan_text(old)}\n")
-        results = _alter(admin, dict(plan), seconds)
-        _report(results, "begun", as_json, before=json.loads(plan_text(old)))
+            typer.echo(f"to go back, execute this:\n{old}\n")
+        results = _alter(admin, plan, dict(plan.assignment), seconds, force=force)
+        _report(results, "begun", as_json, before=json.loads(old))
 
 
 @app.command()
@@ -145,18 +230,20 @@ def verify(
     """Say which partitions are where the file wants them; exit code 1 until all are."""
     plan, seconds = read_plan(file), countdown(timeout_ms)
     with quiet_end(), _admin(bootstrap) as admin:
-        topics = {place.topic for place in plan}
+        topics = set(plan.topic_ids)
         moving = {
             (each.topic, each.partition): each
             for each in admin.list_partition_reassignments(topics, timeout_s=seconds())
         }
-        now = admin.partition_replicas(topics, timeout_s=seconds())
+        now = _present(admin, topics, seconds)
         states: dict[Any, str] = {}
-        for place, wanted in plan.items():
-            if place in moving:
+        for place, wanted in plan.assignment.items():
+            if now.topic_ids.get(place.topic) not in (None, plan.topic_ids[place.topic]):
+                states[place] = "the topic was deleted and created again"
+            elif place in moving:
                 states[place] = "in progress"
             else:
-                there = now.get(place)
+                there = now.assignment.get(place)
                 states[place] = "complete" if there == wanted else f"replicas are {there}"
         if as_json:
             listed = [
@@ -175,12 +262,14 @@ def cancel(
     file: FileArgument,
     bootstrap: BootstrapOption = DEFAULT_BOOTSTRAP,
     timeout_ms: TimeoutMs = 60_000,
+    force: ForceOption = False,
     as_json: AsJson = False,
 ) -> None:
     """Go back to the replicas from before, where the reassignment is not complete."""
-    plan = read_plan(file)
+    plan, seconds = read_plan(file), countdown(timeout_ms)
+    plan.expected = {}
     with quiet_end(), _admin(bootstrap) as admin:
-        results = _alter(admin, dict.fromkeys(plan), countdown(timeout_ms))
+        results = _alter(admin, plan, dict.fromkeys(plan.assignment), seconds, force=force)
         done = {
             place: None if isinstance(error, errors.NoReassignmentInProgress) else error
             for place, error in results.items()

@@ -3514,7 +3514,9 @@ Global___FetchSnapshotReply: _TypeAlias = FetchSnapshotReply  # noqa: Y015
 
 @_typing.final
 class Reassignment(_message.Message):
-    """---- moving replicas and leaders (KIP-455, KIP-460) ------------------------------------------------------"""
+    """---- moving replicas and leaders (KIP-455, KIP-460) ------------------------------------------------------
+    topic_id: the id of `topic` when the move was planned.  expected: the replicas then; empty = any (R10).
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -3522,11 +3524,16 @@ class Reassignment(_message.Message):
     PARTITION_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
+    TOPIC_ID_FIELD_NUMBER: _builtins.int
+    EXPECTED_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     partition: _builtins.int
     cancel: _builtins.bool
+    topic_id: _builtins.str
     @_builtins.property
     def replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def expected(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -3534,10 +3541,12 @@ class Reassignment(_message.Message):
         partition: _builtins.int = ...,
         replicas: _abc.Iterable[_builtins.int] | None = ...,
         cancel: _builtins.bool = ...,
+        topic_id: _builtins.str = ...,
+        expected: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "partition", b"partition", "replicas", b"replicas", "topic", b"topic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "expected", b"expected", "partition", b"partition", "replicas", b"replicas", "topic", b"topic", "topic_id", b"topic_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3574,16 +3583,19 @@ class AlterReassignmentsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REASSIGNMENTS_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
+    force: _builtins.bool
     @_builtins.property
     def reassignments(self) -> _containers.RepeatedCompositeFieldContainer[Global___Reassignment]: ...
     def __init__(
         self,
         *,
         reassignments: _abc.Iterable[Global___Reassignment] | None = ...,
+        force: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reassignments", b"reassignments"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["force", b"force", "reassignments", b"reassignments"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

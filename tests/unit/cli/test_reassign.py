@@ -22,6 +22,8 @@ class Admin:
 
     def __init__(self) -> None:
         self.asked: dict[Any, Any] = {}
+        self.options: dict[str, Any] = {}
+        self.ids = {"t": "id-t"}
         self.replicas: dict[TopicPartition, tuple[int, ...]] = {T0: (1, 2), T1: (2, 1)}
         self.moving: list[PartitionReassignment] = []
         self.errors: dict[TopicPartition, errors.PkError] = {}
@@ -31,12 +33,16 @@ class Admin:
 
     def __exit__(self, *_: object) -> None: ...
 
-    def alter_partition_reassignments(self, wanted: Any, **_: Any) -> Any:
+    def alter_partition_reassignments(self, wanted: Any, **options: Any) -> Any:
         self.asked.update(wanted)
+        self.options = options
         return {place: self.errors.get(place) for place in wanted}
 
     def partition_replicas(self, _topics: Any, **_: Any) -> Any:
         return self.replicas
+
+    def topic_ids(self, _topics: Any, **_: Any) -> Any:
+        return self.ids
 
     def list_partition_reassignments(self, _topics: Any, **_: Any) -> Any:
         return self.moving
@@ -57,7 +63,8 @@ def admin(monkeypatch: pytest.MonkeyPatch) -> Admin:
 @pytest.fixture
 def plan(tmp_path: Path) -> str:
     file = tmp_path / "plan.json"
-    file.write_text(reassign.plan_text({T0: (3, 1), T1: (1, 3)}))
+    plan = reassign.Plan({T0: (3, 1), T1: (1, 3)}, {"t": "id-t"}, {T0: (1, 2)})
+    file.write_text(plan.text())
     return str(file)
 
 
@@ -66,10 +73,12 @@ def test_execute_says_how_to_go_back(
 ) -> None:
     assert run(["reassign", "execute", plan]) == 0
     assert admin.asked == {T0: (3, 1), T1: (1, 3)}
+    assert admin.options["topic_ids"] == {"t": "id-t"}
+    assert (admin.options["expected"], admin.options["force"]) == ({T0: (1, 2)}, False)
     told = capsys.readouterr().out
     old = tmp_path / "old.json"
     old.write_text(told.splitlines()[1])
-    assert reassign.read_plan(old) == admin.replicas
+    assert reassign.read_plan(old) == reassign.Plan(admin.replicas, {"t": "id-t"})
     admin.errors[T1] = errors.InvalidReplicaAssignment("broker 3 is not registered")
     assert run(["reassign", "execute", plan, "--json"]) == 1
     listed = json.loads(capsys.readouterr().out)
@@ -86,11 +95,28 @@ def test_verify_is_complete_when_all_are_there(
     assert "t-1: replicas are (2, 1)" in told
     admin.moving, admin.replicas = [], {T0: (3, 1), T1: (1, 3)}
     assert run(["reassign", "verify", plan]) == 0
+    admin.ids = {"t": "id-u"}
+    assert run(["reassign", "verify", plan]) == 1
+    assert "t-0: the topic was deleted and created again" in capsys.readouterr().out
+
+
+def test_a_plan_begins_with_the_present_replicas(
+    admin: Admin, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["reassign", "current", "t"]) == 0
+    file = tmp_path / "plan.json"
+    file.write_text(capsys.readouterr().out)
+    found = reassign.read_plan(file)
+    assert found == reassign.Plan(admin.replicas, {"t": "id-t"}, admin.replicas)
+    assert run(["reassign", "current", "t", "nope"]) == 1
+    assert "topic nope does not exist" in capsys.readouterr().err
 
 
 def test_cancel_forgives_what_is_done(admin: Admin, plan: str) -> None:
     admin.errors[T0] = errors.NoReassignmentInProgress("t-0")
-    assert run(["reassign", "cancel", plan]) == 0
+    assert run(["reassign", "cancel", plan, "--force"]) == 0
+    assert admin.options["force"]
+    assert (admin.options["topic_ids"], admin.options["expected"]) == ({"t": "id-t"}, {})
     assert admin.asked == {T0: None, T1: None}
     admin.errors[T1] = errors.InvalidReplicaAssignment("t-1")
     assert run(["reassign", "cancel", plan]) == 1
@@ -100,10 +126,14 @@ def test_cancel_forgives_what_is_done(admin: Admin, plan: str) -> None:
     "text",
     [
         "{", "[]", '{"version": 2}', '{"partitions": []}', '{"partitions": [{"topic": "t"}]}',
-        '{"partitions": [{"topic": "t", "partition": 0, "replicas": ["x"]}]}',
-        '{"partitions": [{"topic": "t", "partition": 0, "replicas": [1], "log_dirs": ["/d"]}]}',
-        '{"partitions": [{"topic": "t", "partition": 0, "replicas": [1]},'
-        ' {"topic": "t", "partition": 0, "replicas": [2]}]}',
+        '{"partitions": [{"topic": "t", "topic_id": "i", "partition": 0, "replicas": ["x"]}]}',
+        '{"partitions": [{"topic": "t", "partition": 0, "replicas": [1]}]}',
+        '{"partitions": [{"topic": "t", "topic_id": "i", "partition": 0, "replicas": [1],'
+        ' "log_dirs": ["/d"]}]}',
+        '{"partitions": [{"topic": "t", "topic_id": "i", "partition": 0, "replicas": [1]},'
+        ' {"topic": "t", "topic_id": "i", "partition": 0, "replicas": [2]}]}',
+        '{"partitions": [{"topic": "t", "topic_id": "i", "partition": 0, "replicas": [1]},'
+        ' {"topic": "t", "topic_id": "j", "partition": 1, "replicas": [2]}]}',
     ],
 )  # fmt: skip
 def test_a_file_that_says_something_else_is_refused(tmp_path: Path, text: str) -> None:

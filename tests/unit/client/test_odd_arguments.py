@@ -106,7 +106,11 @@ GOOD: dict[type, dict[str, dict[str, Any]]] = {
         },
         "offsets": {"topic": "t", "spec": "latest", **TIMED},
         "delete_records": {"before": {T0: 0}, **TIMED},
-        "alter_partition_reassignments": {"reassignments": {T0: [1]}, **TIMED},
+        "alter_partition_reassignments": {
+            "reassignments": {T0: [1]}, "topic_ids": {"t": "id"}, "expected": {T0: [1]},
+            "force": True, **TIMED,
+        },
+        "topic_ids": {"topics": ["t"], **TIMED},
         "list_partition_reassignments": {"topics": ["t"], **TIMED},
         "partition_replicas": {"topics": ["t"], **TIMED},
         "elect_leaders": {"partitions": [T0], "unclean": False, **TIMED},

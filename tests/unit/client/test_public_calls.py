@@ -151,6 +151,7 @@ ADMIN: dict[str, Callable[[Any], Any]] = {
     ),
     "list_partition_reassignments": lambda a: a.list_partition_reassignments(timeout_s=S),
     "partition_replicas": lambda a: a.partition_replicas(["t"], timeout_s=S),
+    "topic_ids": lambda a: a.topic_ids(["t"], timeout_s=S),
     "elect_leaders": lambda a: a.elect_leaders([T0], timeout_s=S),
     "unregister_broker": lambda a: a.unregister_broker(2, timeout_s=S),
     "list_brokers": lambda a: a.list_brokers(timeout_s=S),

@@ -92,6 +92,7 @@ class Model:
         self.since: dict[PartitionKey, list[int]] = {}  #: the epoch that committed each of them
         self.given_up: dict[PartitionKey, int] = {}  #: the newest unclean epoch that somebody led
         self.led: dict[tuple[PartitionKey, int], int] = {}
+        self.states: dict[PartitionKey, PartitionState] = {}
         self.late: list[Callable[[], None]] = []  #: messages on their way
         self.todo: list[tuple[Any, Callable[[Any], None] | None]] = []  #: decisions half made
         self.trace: list[str] = []
@@ -154,7 +155,12 @@ class Model:
         topic = self.image.topics[change.topic_id]
         state = topic.partitions[change.partition]
         assert state.isr or state.elr or state.last_known, state
-        required = min(self.bench.rules.min_isr(self.image, topic.name), len(state.replicas))
+        required = min(self.bench.rules.min_isr(self.image, topic.name), len(state.original))
+        key = PartitionKey(change.topic_id, change.partition)
+        before = self.states.get(key)
+        self.states[key] = state
+        if before is not None and set(before.replicas) - set(state.replicas):  # R8
+            assert len(state.isr) >= min(required, len(before.isr)), (before, state)
         if len(state.isr) >= required:
             assert not state.elr, (state, required)
             assert not state.last_known, (state, required)
@@ -255,11 +261,11 @@ class Model:
                 partition_epoch=state.partition_epoch, replicas=state.replicas, isr=state.isr,
                 log_end=len(part.log), synced_end=len(part.log),
                 high_watermark=part.high_watermark, min_insync_replicas=min_isr,
-                flush_on_ack=False, now_ms=self.now_ms,
+                flush_on_ack=False, now_ms=self.now_ms, adding=state.adding,
             )  # fmt: skip
         else:
             part.leader.on_isr_committed(
-                state.isr, state.replicas, state.partition_epoch, self.now_ms
+                state.isr, state.replicas, state.partition_epoch, self.now_ms, state.adding
             )
         self.commit(key, part)
 
@@ -435,8 +441,9 @@ class Model:
             count = self.rng.choice([1, 2, 3, 3])
             target = [] if cancel else self.rng.sample(list(self.nodes), count)
             request.reassignments.add(
-                topic=topic.name, partition=number, replicas=target, cancel=cancel
-            )
+                topic=topic.name, topic_id=topic.topic_id, partition=number, replicas=target,
+                cancel=cancel,
+            )  # fmt: skip
         self.ask(c.AlterReassignments(request, self.known()))
 
     def alter_min_isr(self) -> None:

@@ -469,7 +469,9 @@ def test_reassignments_and_unregistering_travel_the_wire(scene: Scene) -> None:
         third = Replica(scene, world, 3).start()
         await world.clock.sleep_ms(1_000)
         request = wire.AlterReassignmentsRequest()
-        request.reassignments.add(topic="t", partition=0, replicas=[3, 1])
+        request.reassignments.add(
+            topic="t", topic_id=first.image.topic_ids["t"], partition=0, replicas=[3, 1]
+        )
         reply = await ask(scene, world, request)
         assert reply.results[0].error.code == 0
         listed = await ask(scene, world, wire.ListReassignmentsRequest())
@@ -490,20 +492,32 @@ def test_a_smaller_minimum_ends_a_reassignment_that_waited_for_more(scene: Scene
     """Nobody else may ever have a reason to look at the partition again."""
 
     async def story(world: World) -> None:
-        first, second, third = await topic_on(scene, world, 3, min_insync_replicas="2")
+        first, second, third = await topic_on(scene, world, 3, min_insync_replicas="3")
+        fourth = Replica(scene, world, 4).start()
         await second.stop()
         await world.clock.sleep_ms(1_000)
+        topic_id = first.image.topic_ids["t"]
         request = wire.AlterReassignmentsRequest()
-        request.reassignments.add(topic="t", partition=0, replicas=[1, 2])
+        request.reassignments.add(topic="t", topic_id=topic_id, partition=0, replicas=[1, 2, 4])
         reply = await ask(scene, world, request)
         assert reply.results[0].error.code == 0
+        await first.until(lambda state: state.adding == (4,), 1_000)
+        state = first.state()
+        joins = wire.AlterPartitionRequest(broker_id=1, broker_epoch=first.epoch)
+        joins.items.add(
+            topic_id=topic_id, partition=0, leader_epoch=state.leader_epoch,
+            partition_epoch=state.partition_epoch, new_isr=[1, 3, 4],
+            isr_broker_epochs=[first.epoch, third.epoch, fourth.epoch],
+        )  # fmt: skip
+        await ask(scene, world, joins)
+        await first.until(lambda state: set(state.isr) == {1, 3, 4}, 1_000)
         await world.clock.sleep_ms(2_000)
         assert first.state().removing == (3,)
-        await alter(scene, world, min_insync_replicas="1")
-        await first.until(lambda state: state.replicas == (1, 2), 1_000)
+        await alter(scene, world, min_insync_replicas="2")
+        await first.until(lambda state: state.replicas == (1, 2, 4), 1_000)
         assert not first.state().removing
-        await first.stop()
-        await third.stop()
+        for broker in (first, third, fourth):
+            await broker.stop()
 
     scene.run(story)
 

@@ -82,7 +82,7 @@ class History:
     def commit(self) -> None:
         # rule R1
         state = self.state
-        required = min(max(1, self.min_isr), len(state.replicas))
+        required = min(max(1, self.min_isr), len(state.original))
         if state.leader == NONE or len(state.isr) < required:
             return
         end = min(self.same(member, state.leader) for member in state.isr)
@@ -136,7 +136,9 @@ class History:
         others = [each for each in BROKERS if each != broker]
         request = wire.AlterReassignmentsRequest()
         going = bool(self.state.adding or self.state.removing)
-        request.reassignments.add(topic="t", partition=0, replicas=others, cancel=going)
+        request.reassignments.add(
+            topic="t", topic_id="id0", partition=0, replicas=others, cancel=going
+        )
         self.bench.do(c.AlterReassignments(request, dict(self.bench.reports)))
 
     def alter_min_isr(self, value: int) -> None:
@@ -152,7 +154,9 @@ class History:
         assert now.leader == NONE or now.leader in now.isr
         assert now.leader_epoch >= last.leader_epoch
         assert now.partition_epoch >= last.partition_epoch
-        required = min(max(1, self.min_isr), len(now.replicas))
+        required = min(max(1, self.min_isr), len(now.original))
+        if set(last.replicas) - set(now.replicas):  # R8
+            assert len(now.isr) >= min(required, len(last.isr)), (last, now)
         if len(now.isr) >= required:
             assert (now.elr, now.last_known) == ((), ())
         for member in (*now.isr, *now.elr):  # eligible = holds everything committed

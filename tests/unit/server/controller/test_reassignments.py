@@ -8,7 +8,7 @@ from pk import errors, limits
 from pk.server.controller import commands as c
 from pk.server.metadata.image import PartitionState
 from pk.server.replica.leader import Leader
-from pk.types import NONE
+from pk.types import NONE, PartitionKey
 from pk.wire import pk_pb2 as wire
 from tests.unit.server.controller.controller_bench import Bench, alter_isr, item
 
@@ -22,10 +22,21 @@ def cluster(factor: int = 3, **configs: str) -> Bench:
     return bench
 
 
-def reassign(bench: Bench, *replicas: int, cancel: bool = False, topic: str = "t") -> int:
+def reassign(
+    bench: Bench,
+    *replicas: int,
+    cancel: bool = False,
+    topic: str = "t",
+    topic_id: str | None = None,
+    expected: tuple[int, ...] = (),
+    force: bool = False,
+) -> int:
     """Returns the error's code, 0 = none."""
-    request = wire.AlterReassignmentsRequest()
-    request.reassignments.add(topic=topic, partition=0, replicas=replicas, cancel=cancel)
+    request = wire.AlterReassignmentsRequest(force=force)
+    request.reassignments.add(
+        topic=topic, partition=0, replicas=replicas, cancel=cancel, expected=expected,
+        topic_id=bench.image.topic_ids.get(topic, "") if topic_id is None else topic_id,
+    )  # fmt: skip
     reply = bench.do(c.AlterReassignments(request, dict(bench.reports)))
     assert reply.metadata_offset == bench.image.offset
     code: int = reply.results[0].error.code
@@ -156,6 +167,7 @@ def _led(state: PartitionState) -> Leader:
         high_watermark=10,
         min_insync_replicas=2,
         flush_on_ack=False,
+        adding=state.adding,
     )
 
 
@@ -193,14 +205,14 @@ def test_nothing_may_leave_a_partition_without_a_leader_to_be() -> None:
 def test_targets(replicas: tuple[int, ...], code: int) -> None:
     bench = cluster()
     assert reassign(bench, *replicas) == code
-    assert reassign(bench, 1, topic="nope") == 3
+    assert reassign(bench, 1, topic="nope", topic_id="x") == 3
 
 
 def test_a_request_has_a_bound_and_names_each_partition_once() -> None:
     bench = cluster()
     request = wire.AlterReassignmentsRequest()
     for replicas in ((4, 1), (5, 1)):
-        request.reassignments.add(topic="t", partition=0, replicas=replicas)
+        request.reassignments.add(topic="t", topic_id="id0", partition=0, replicas=replicas)
     reply = bench.do(c.AlterReassignments(request))
     assert [r.error.code for r in reply.results] == [0, 42]
     assert bench.state("t").adding == (4,)
@@ -232,7 +244,7 @@ def test_who_is_added_no_more_is_not_eligible_either() -> None:
     bench.fence(2)
     bench.fence(3)
     assert (bench.state("t").isr, bench.state("t").elr) == ((1,), (3,))
-    assert reassign(bench, cancel=True) == 0
+    assert reassign(bench, cancel=True, force=True) == 0
     state = bench.state("t")
     assert (state.replicas, state.isr, state.elr) == ((1, 2), (1,), ())
 
@@ -267,31 +279,33 @@ def test_an_election_that_brings_what_a_move_waits_for_ends_it() -> None:
 
 
 def test_no_cancel_drops_the_last_replica_that_has_everything() -> None:
-    """Nobody leads: 1 lost power and is only known to have been a member, 2 has everything."""
-    bench = cluster(1, min_insync_replicas="2")
-    reassign(bench, 2, 3)
-    joins(bench, 2)
+    """Nobody leads: 1 lost power and is only known to have been a member, 3 has everything."""
+    bench = cluster(2, min_insync_replicas="2")
+    reassign(bench, 3, 4)
+    joins(bench, 3)
     bench.fence(2)
+    bench.fence(3)
     bench.register(1, "again", boot_id="later")
     state = bench.state("t")
-    assert (state.leader, state.isr, state.elr, state.last_known) == (NONE, (), (2,), (1,))
-    assert reassign(bench, cancel=True) == 39
+    assert (state.leader, state.isr, state.elr, state.last_known) == (NONE, (), (3,), (1,))
+    assert reassign(bench, cancel=True, force=True) == 39
     assert bench.state("t") == state
-    bench.beat(2)
-    assert bench.state("t").leader == 2
+    bench.beat(3)
+    assert bench.state("t").leader == 3
 
 
 def test_no_cancel_drops_whom_a_recovery_election_waits_for() -> None:
     """R3: of the last known the greatest log is elected, so all of them are needed."""
-    bench = cluster(1, min_insync_replicas="2")
-    reassign(bench, 2, 3)
-    joins(bench, 2)
-    for broker in (2, 1):
+    bench = cluster(2, min_insync_replicas="2")
+    reassign(bench, 3, 4)
+    joins(bench, 3)
+    bench.fence(2)
+    for broker in (3, 1):
         bench.register(broker, "again", boot_id="later")
     state = bench.state("t")
     assert (state.leader, state.isr, state.elr) == (NONE, (), ())
-    assert set(state.last_known) == {1, 2}
-    assert reassign(bench, cancel=True) == 39
+    assert set(state.last_known) == {1, 3}
+    assert reassign(bench, cancel=True, force=True) == 39
     assert bench.state("t") == state
 
 
@@ -329,3 +343,164 @@ def test_a_broker_is_forgotten_when_it_is_stopped_and_holds_nothing() -> None:
     reassign(bench, cancel=True)
     unregister(bench, 2)
     assert bench.register(2, "new", boot_id="new").clean
+
+
+# -- no move costs a copy (rule R8) ----------------------------------------------------------------
+
+
+def leaves(bench: Bench, *brokers: int) -> None:
+    state = bench.state("t")
+    isr = [each for each in state.isr if each not in brokers]
+    result = alter_isr(bench, state.leader, item(bench, "t", isr))
+    assert not result.HasField("error"), result
+
+
+def test_a_cancel_below_min_isr_is_refused_until_an_original_replica_is_in_sync() -> None:
+    """2 and 3 lag, 4 joins, and acks=all goes on with {1, 4}: 4 has what only 1 has besides."""
+    bench = cluster(3, min_insync_replicas="2")
+    assert reassign(bench, 1, 4, 5) == 0
+    leaves(bench, 2, 3)
+    joins(bench, 4)
+    state = bench.state("t")
+    assert (set(state.isr), state.elr) == ({1, 4}, ())
+    assert reassign(bench, cancel=True) == 19
+    assert reassign(bench, 1, 2, 6) == 19, "another target takes 4 away, too"
+    assert bench.state("t") == state
+    joins(bench, 2)
+    assert reassign(bench, cancel=True) == 0
+    state = bench.state("t")
+    assert (state.replicas, set(state.isr)) == ((1, 2, 3), {1, 2})
+
+
+def test_a_replica_of_the_elr_is_a_copy_that_a_cancel_may_not_take_away() -> None:
+    bench = cluster(3, min_insync_replicas="2")
+    reassign(bench, 1, 4, 5)
+    leaves(bench, 2, 3)
+    joins(bench, 4)
+    bench.fence(4)
+    state = bench.state("t")
+    assert (state.isr, state.elr) == ((1,), (4,))
+    assert reassign(bench, cancel=True) == 19
+    joins(bench, 3)
+    assert reassign(bench, cancel=True) == 0
+    assert set(bench.state("t").isr) == {1, 3}
+
+
+def test_an_operator_may_force_a_cancel() -> None:
+    bench = cluster(3, min_insync_replicas="2")
+    reassign(bench, 1, 4, 5)
+    leaves(bench, 2, 3)
+    joins(bench, 4)
+    assert reassign(bench, cancel=True, force=True) == 0
+    state = bench.state("t")
+    assert (state.replicas, state.isr) == ((1, 2, 3), (1,))
+
+
+def test_a_smaller_target_ends_when_all_of_it_is_in_sync() -> None:
+    """KAFKA-19975: {1, 2} of {1, 2, 3}, and 2 lags.  One in sync would do for min ISR 1."""
+    bench = cluster(3)
+    leaves(bench, 2)
+    assert reassign(bench, 1, 2) == 0
+    state = bench.state("t")
+    assert (state.replicas, state.removing, set(state.isr)) == ((1, 2, 3), (3,), {1, 3})
+    joins(bench, 2)
+    assert (bench.state("t").replicas, set(bench.state("t").isr)) == ((1, 2), {1, 2})
+
+
+def test_an_operator_may_force_a_smaller_target() -> None:
+    bench = cluster(3)
+    leaves(bench, 2)
+    assert reassign(bench, 1, 2, force=True) == 0
+    assert (bench.state("t").replicas, bench.state("t").isr) == ((1, 2), (1,))
+
+
+def test_replicas_that_are_added_are_not_required_before_they_are_in_sync() -> None:
+    """1 -> 3 replicas under min ISR 2: acks=all goes on while 2 and 3 copy, and needs two after."""
+    bench = cluster(1, min_insync_replicas="2")
+    assert reassign(bench, 1, 2, 3) == 0
+    state = bench.state("t")
+    leader = Leader(
+        node_id=1, leader_epoch=0, partition_epoch=0, replicas=(1,), isr=(1,), log_end=10,
+        synced_end=10, high_watermark=10, min_insync_replicas=2, flush_on_ack=False,
+    )  # fmt: skip
+    leader.on_isr_committed(state.isr, state.replicas, state.partition_epoch, 0, state.adding)
+    assert leader.in_sync_required == 1
+    leader.check_acks(-1)
+    led = _led(state)
+    assert led.in_sync_required == 1
+    joins(bench, 2)
+    bench.fence(2)
+    state = bench.state("t")
+    assert (state.isr, state.elr) == ((1,), ()), "the controller requires one, too"
+    bench.beat(2)
+    joins(bench, 2)
+    joins(bench, 3)
+    state = bench.state("t")
+    assert (set(state.isr), state.adding) == ({1, 2, 3}, ())
+    assert _led(state).in_sync_required == 2
+
+
+# -- elections during a move (rule R9) -------------------------------------------------------------
+
+
+def test_a_replica_that_only_copies_yet_is_not_elected() -> None:
+    """Loss is allowed, and all former members are down: 4 has 1 % of the log."""
+    bench = cluster(3, unclean_leader_election_enable="true")
+    reassign(bench, 4, 5, 6)
+    key = PartitionKey("id0", 0)
+    for broker in (2, 3, 1):
+        bench.fence(broker)
+    assert bench.state("t").leader == NONE
+    for broker in (4, 5, 6):
+        bench.beat(broker, positions={key: (0, 10)})
+    bench.recover(key, waited=True)
+    assert bench.state("t").leader == NONE
+    request = wire.ElectLeadersRequest(unclean=True)
+    request.partitions.add(topic_id="id0", partition=0)
+    reply = bench.do(c.ElectLeaders(request, dict(bench.reports)))
+    assert reply.results[0].error.code == errors.EligibleLeadersNotAvailable.code
+    bench.beat(2, positions={key: (0, 1_000)})
+    bench.recover(key, waited=True)
+    assert bench.state("t").leader == 2
+
+
+def test_a_replica_that_was_in_the_isr_may_be_elected_while_it_is_being_added() -> None:
+    bench = cluster(1, min_insync_replicas="2", unclean_leader_election_enable="true")
+    reassign(bench, 2, 3)
+    joins(bench, 2)
+    bench.fence(1)
+    assert (bench.state("t").leader, bench.state("t").isr) == (2, (2,))
+    bench.register(2, "again", boot_id="later")
+    assert bench.state("t").last_known == (2,)
+    bench.beat(2)
+    bench.recover(PartitionKey("id0", 0), waited=True)
+    assert bench.state("t").leader == 2
+
+
+# -- a move names what it moves (rule R10) ---------------------------------------------------------
+
+
+def test_a_topic_that_was_created_again_is_not_moved_by_an_older_plan() -> None:
+    bench = cluster()
+    planned = bench.image.topic_ids["t"]
+    bench.do(c.DeleteTopics(wire.DeleteTopicsRequest(names=["t"])))
+    bench.topic("t", 1, 3)
+    state = bench.state("t")
+    assert reassign(bench, 4, 5, 6, topic_id=planned) == errors.UnknownTopicId.code
+    assert reassign(bench, 4, 5, 6, topic_id="") == errors.InvalidRequest.code
+    assert bench.state("t") == state
+    bench.topic("u", 1, 3)
+    other = bench.image.topic_ids["u"]
+    assert reassign(bench, 4, 5, 6, topic_id=other) == errors.UnknownTopicId.code
+    assert reassign(bench, 4, 5, 6) == 0
+    assert reassign(bench, cancel=True, topic_id=planned) == errors.UnknownTopicId.code
+
+
+def test_a_plan_that_expects_other_replicas_is_refused() -> None:
+    """Two plans would undo each other: the later one was made for replicas that are no more."""
+    bench = cluster()
+    assert reassign(bench, 4, 2, 3, expected=(1, 2, 3)) == 0
+    state = bench.state("t")
+    assert reassign(bench, 5, 2, 3, expected=(1, 2, 3)) == 39
+    assert bench.state("t") == state
+    assert reassign(bench, 5, 2, 3, expected=(4, 2, 3, 1)) == 0
