@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from crc32c import crc32c
 
+from pk import formats
 from pk.types import AbortedTransaction
 
 _HEAD = struct.Struct("<4sHHII")
@@ -48,18 +49,19 @@ def encode(entries: Iterable[AbortedEntry]) -> bytes:
 
 
 def decode(raw: bytes) -> list[AbortedEntry]:
-    """Decode the entries.  Raises `CorruptTransactionIndex`."""
+    """Decode the entries.  Raises `CorruptTransactionIndex`, `NewerFormat`."""
     if len(raw) < _HEAD.size:
         raise CorruptTransactionIndex(f"{len(raw)} bytes are no aborted index")
     *fields, crc = _HEAD.unpack_from(raw)
     magic, version, _, count = fields
     body = raw[_HEAD.size :]
-    if magic != MAGIC or version != VERSION or len(body) != count * _ENTRY.size:
-        raise CorruptTransactionIndex(
-            f"begins with {magic!r} {version}, {count} entries in {len(body)} bytes"
-        )
+    if magic != MAGIC:
+        raise CorruptTransactionIndex(f"begins with {magic!r}")
     if crc != crc32c(body, crc32c(_HEAD.pack(*fields, 0))):
         raise CorruptTransactionIndex("the checksum does not match")
+    formats.require_version("an aborted index (.txnindex)", version, VERSION)
+    if len(body) != count * _ENTRY.size:
+        raise CorruptTransactionIndex(f"{count} entries in {len(body)} bytes")
     return [AbortedEntry._make(fields) for fields in _ENTRY.iter_unpack(body)]
 
 

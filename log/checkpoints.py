@@ -1,4 +1,5 @@
 """Small text files that survive torn writes: a title, lines, a checksum.  People can read them.
+The first line and the last one keep their form in every version (rule L21).
 
 pk recovery-point-offset-checkpoint 0
 5f0c… 0 1200
@@ -10,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from crc32c import crc32c
+
+from pk import formats
 
 VERSION = 0
 
@@ -24,11 +27,15 @@ def encode(title: str, lines: Iterable[str]) -> bytes:
 
 
 def decode(title: str, raw: bytes) -> list[str]:
-    """Decode the lines of the file.  Raises `CorruptCheckpoint`."""
+    """Decode the lines of the file.  Raises `CorruptCheckpoint`, and `NewerFormat` for a whole file
+    of another version.
+    """
     body, found, tail = raw.rpartition(b"crc32c ")
     if not found or tail != f"{crc32c(body):08x}\n".encode():
         raise CorruptCheckpoint(f"{title}: the checksum does not match")
     head, *lines = body.decode().splitlines()
-    if head != f"pk {title} {VERSION}":
+    name, _, version = head.rpartition(" ")
+    if name != f"pk {title}" or not version.isdigit():
         raise CorruptCheckpoint(f"{title}: begins with {head!r}")
+    formats.require_version(title, int(version), VERSION)
     return lines

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from pk import errors
+from pk import errors, formats
 from pk.log import checkpoints, identity, last_run, sealed
 from pk.log.identity import IDENTITIES, Identities, Identity, Known
 from pk.log.last_run import LastRun
@@ -219,13 +219,14 @@ def open_directory(disk: Disk, wanted: Format, *, boot_id: str, root: str) -> Di
             closed_properly=closed,
             same_boot=bool(before.boot_id) and before.boot_id == boot_id,
             cluster_id=found.cluster_id,
-            last_run=read_last_run(storage),
         )
         opened.clean = not fresh and (closed or opened.same_boot)
-        for name, into in opened._offsets.items():
-            into.update(read_offsets(storage, name))
-            opened.written[name] = dict(into)
-        opened.identities.update(identity.read_all(storage))
+        with formats.named(storage.root):
+            for name, into in opened._offsets.items():
+                into.update(read_offsets(storage, name))
+                opened.written[name] = dict(into)
+            opened.identities.update(identity.read_all(storage))
+            opened.last_run = read_last_run(storage)
         opened.written[IDENTITIES] = dict(opened.identities)
     except BaseException:
         storage.unlock()
@@ -370,7 +371,7 @@ def _read_run(storage: Storage, name: str) -> ProcessRun | None:
 
 
 def read_last_run(storage: Storage) -> LastRun | None:
-    """Read the clock checkpoint; None = it is missing or damaged."""
+    """Read the clock checkpoint; None = it is missing or damaged.  Raises `NewerFormat`."""
     try:
         return last_run.decode(storage.read_file(last_run.FILE))
     except FileNotFoundError:
@@ -420,7 +421,8 @@ def mark_clean(storage: Storage, run: ProcessRun) -> None:
 
 def read_offsets(storage: Storage, name: str) -> Offsets:
     """Read a checkpoint of offsets.  A missing or torn file returns {}, which is safe for each of
-    them: scan everything, begin at the first segment.
+    them: scan everything, begin at the first segment.  Raises `NewerFormat` for another version:
+    its content counts, for example the log starts of deleted records.
     """
     try:
         lines = checkpoints.decode(name, storage.read_file(name))

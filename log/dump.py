@@ -67,7 +67,7 @@ def dump(kind: str, read: ReadAt, size: int, *, records: bool = False) -> Iterat
             for line in checkpoints.decode(kind, raw):
                 topic_id, partition, offset = line.split()
                 yield {"topic_id": topic_id, "partition": int(partition), "offset": int(offset)}
-    except errors.LogUnidentified as cause:
+    except (errors.LogUnidentified, errors.NewerFormat) as cause:
         yield {"corrupt": cause.message, "position": 0}
     except (
         index.CorruptIndex,

@@ -152,7 +152,7 @@ def parse(lines: Iterable[str]) -> Identities:
 
 def read_all(storage: Storage) -> Identities:
     """Read the second copy.  Missing or damaged = {}: `load` rebuilds it from the partition
-    directories.
+    directories.  Raises `NewerFormat`.
     """
     try:
         return parse(checkpoints.decode(IDENTITIES, storage.read_file(IDENTITIES)))

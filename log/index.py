@@ -34,6 +34,7 @@ from typing import NamedTuple
 import numpy as np
 from crc32c import crc32c
 
+from pk import formats
 from pk.log.batch import Header
 from pk.types import NONE
 
@@ -183,16 +184,19 @@ def _sealed(magic: bytes, base_offset: int, extent: Extent, count: int, entries:
 def decode_entries(
     raw: bytes, magic: bytes
 ) -> tuple[int, Extent, np.ndarray[tuple[int, int], np.dtype[np.int64]]]:
-    """Decode one file: `(base offset, extent, entries n × 2)`.  Raises `CorruptIndex`."""
+    """Decode one file: `(base offset, extent, entries n × 2)`.  Raises `CorruptIndex`,
+    `NewerFormat`.
+    """
     if len(raw) < HEAD_BYTES:
         raise CorruptIndex(f"{len(raw)} bytes are no index")
     found, version, _, base_offset, *fields, count = _HEAD.unpack_from(raw)
     (crc,) = _CRC.unpack_from(raw, _HEAD.size)
     entries = raw[HEAD_BYTES:]
-    if found != magic or version != VERSION:
-        raise CorruptIndex(f"begins with {found!r} {version}")
+    if found != magic:
+        raise CorruptIndex(f"begins with {found!r}")
     if crc != crc32c(entries, crc32c(raw[: _HEAD.size])):
         raise CorruptIndex("the checksum does not match")
+    formats.require_version("an index of a segment", version, VERSION)
     kind = "<u4" if magic == OFFSETS else "<i8"
     width = 8 if magic == OFFSETS else 16
     if len(entries) != count * width:

@@ -38,7 +38,7 @@ def encode(run: LastRun) -> bytes:
 
 
 def decode(raw: bytes) -> LastRun | None:
-    """Decode the content; None if the file is damaged."""
+    """Decode the content; None if the file is damaged.  Raises `NewerFormat`."""
     try:
         (line,) = checkpoints.decode(FILE, raw)
         wall, boottime, keep, boot_id = line.split(" ", 3)

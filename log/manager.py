@@ -30,7 +30,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from pk import errors
+from pk import errors, formats
 from pk.log import creation, identity
 from pk.log import directory as files
 from pk.log.checkpointing import Checkpointer, OpenLogs
@@ -215,9 +215,10 @@ class LogManager:
                 now_ms = self._world.clock.wall_ms()
                 await self._strays.note(directory, path, found, now_ms)
                 return None
-            log = await directory.disk.read(
-                partial(self._open_log, directory, path, tp, key.topic_id, config)
-            )
+            with formats.named(f"{storage.root}/{path}"):
+                log = await directory.disk.read(
+                    partial(self._open_log, directory, path, tp, key.topic_id, config)
+                )
             if key in self._logs:  # checked now: the directories load in parallel
                 await directory.disk.write(partial(log.close, False))
                 raise errors.CorruptLog(

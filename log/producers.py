@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 from crc32c import crc32c
 
-from pk import limits
+from pk import formats, limits
 from pk.log.aborted import AbortedEntry
 from pk.log.batch import Header
 from pk.log.control_rows import Marker
@@ -240,16 +240,17 @@ class Producers:
 
     @classmethod
     def from_snapshot(cls, raw: bytes) -> tuple[int, Producers]:
-        """Decode a snapshot: `(next offset, state)`.  Raises `CorruptSnapshot`."""
+        """Decode a snapshot: `(next offset, state)`.  Raises `CorruptSnapshot`, `NewerFormat`."""
         if len(raw) < _HEAD.size:
             raise CorruptSnapshot(f"{len(raw)} bytes are no snapshot")
         *fields, crc = _HEAD.unpack_from(raw)
         magic, version, _, next_offset, count, ended = fields
         body = raw[_HEAD.size :]
-        if magic != MAGIC or version != VERSION:
-            raise CorruptSnapshot(f"begins with {magic!r} {version}")
+        if magic != MAGIC:
+            raise CorruptSnapshot(f"begins with {magic!r}")
         if crc != crc32c(body, crc32c(_HEAD.pack(*fields, 0))):
             raise CorruptSnapshot("the checksum does not match")
+        formats.require_version("a producer snapshot (.snapshot)", version, VERSION)
         found = cls()
         at = 0
         try:

@@ -38,10 +38,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import pk
-from pk import errors
+from pk import errors, formats
 from pk.clock import block_s
 from pk.log import directory as directories
 from pk.log.files import RealStorage
+from pk.log.storage import Storage
 from pk.server.node.run_config import RunConfig
 from pk.server.node.settings import Resolved, is_clustered, roles_of, voter_directory_id, voters_of
 from pk.server.raft.recovery import (
@@ -54,6 +55,7 @@ from pk.server.raft.recovery import (
 
 METADATA_FILE = "directory.json"
 METADATA_FORMAT = 0
+_METADATA_FIELDS = ("format", "cluster_id", "node_id", "directory_id")
 #: Name of the identity file of a data directory (pk.log.directory).
 PARTITIONS = "topics"
 LOCK_ATTEMPTS = 10
@@ -309,11 +311,8 @@ def _metadata_id(path: str, cluster_id: str, server: Any) -> str:
             f"{storage.root}/{METADATA_FILE} is gone: the metadata here is lost, or is that of a "
             f"node that was alone. Remove nothing here. {WITHOUT_VOTE}"
         ) from None
-    try:
-        known = json.loads(raw)
-        owner, directory_id = (known["cluster_id"], known["node_id"]), str(known["directory_id"])
-    except (ValueError, KeyError, TypeError) as cause:
-        raise errors.CorruptLog(f"{storage.root}/{METADATA_FILE} is damaged: {cause}") from cause
+    known = read_metadata_identity(storage, raw)
+    owner, directory_id = (known["cluster_id"], known["node_id"]), str(known["directory_id"])
     if owner != (cluster_id, int(server["node_id"])):
         raise errors.DirectoryOfAnotherCluster(
             f"{storage.root} belongs to node {owner[1]} of cluster {owner[0]}, not to node "
@@ -330,6 +329,20 @@ def _metadata_id(path: str, cluster_id: str, server: Any) -> str:
     if vote is None and is_clustered(server):  # for a node that is alone the log decides (Q5)
         raise vote_lost(storage)
     return directory_id
+
+
+def read_metadata_identity(storage: Storage, raw: bytes) -> dict[str, Any]:
+    """Decode directory.json.  Raises `CorruptLog` if it is damaged, `NewerFormat`."""
+    where = f"{storage.root}/{METADATA_FILE}"
+    try:
+        known: dict[str, Any] = json.loads(raw)
+        missing = [name for name in _METADATA_FIELDS if name not in known]
+        if missing:
+            raise KeyError(missing[0])
+    except (ValueError, KeyError, TypeError) as cause:
+        raise errors.CorruptLog(f"{where} is damaged: {cause}") from cause
+    formats.require_version(where, known["format"], METADATA_FORMAT)
+    return known
 
 
 def controller_identity(dirs: Sequence[str], resolved: Resolved) -> tuple[int, str, str]:
@@ -448,8 +461,9 @@ def _format_metadata(
     known_here = [name for name in storage.list("") if name != ".lock"]
     if not fresh and (known_here or not clustered):
         try:
-            return str(json.loads(storage.read_file(METADATA_FILE))["directory_id"])
-        except (FileNotFoundError, ValueError, KeyError):
+            raw = storage.read_file(METADATA_FILE)
+            return str(read_metadata_identity(storage, raw)["directory_id"])
+        except (FileNotFoundError, errors.CorruptLog):
             return ""
     if initial and not fresh:  # F7
         raise errors.InvalidConfig(

@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pk import errors, limits, settings
+from pk import errors, formats, limits, settings
 from pk.log import sealed
 from pk.log.damaged_ranges import bases_of
 from pk.log.partition_log import PartitionLog
@@ -39,6 +39,8 @@ from pk.server.raft.snapshot_id import NOTHING, SnapshotId, id_of
 from pk.types import METADATA_TOPIC, METADATA_TOPIC_ID, TopicPartition
 
 QUORUM_STATE = "quorum-state"
+#: The format of `quorum-state` that this build writes.
+FORMAT = 0
 LOG_DIR = f"{METADATA_TOPIC}-0"
 #: Advice of the error for a damaged or missing vote.
 WITHOUT_VOTE = (
@@ -100,7 +102,8 @@ class OpenedDirectory:
 def read_state(storage: Storage) -> tuple[Vote, int] | None:
     """Read the saved vote and the synced end noted with it; None if there is no file.
 
-    Raises `CorruptLog` for a damaged file: a guessed vote could be a second vote in its epoch.
+    Raises `CorruptLog` for a damaged file, because a guessed vote could be a second vote in its
+    epoch, and `NewerFormat`.
     """
     try:
         raw = storage.read_file(QUORUM_STATE)
@@ -108,6 +111,8 @@ def read_state(storage: Storage) -> tuple[Vote, int] | None:
         return None
     try:
         known = sealed.decode(raw)
+        version = sealed.field(known, "format", int)
+        formats.require_version(f"{storage.root}/{QUORUM_STATE}", version, FORMAT)
         epoch, voted_for = (sealed.field(known, name, int) for name in ("epoch", "voted_for"))
         vote = Vote(epoch, voted_for, sealed.field(known, "voted_directory_id", str))
         return vote, sealed.field(known, "synced_end", int)
@@ -121,7 +126,7 @@ def read_state(storage: Storage) -> tuple[Vote, int] | None:
 def state_bytes(vote: Vote, synced_end: int) -> bytes:
     """Return the content of `quorum-state`."""
     known: dict[str, Any] = {
-        "format": 0,
+        "format": FORMAT,
         "epoch": vote.epoch,
         "voted_for": vote.voted_for,
         "voted_directory_id": vote.voted_directory_id,

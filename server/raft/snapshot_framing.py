@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from crc32c import crc32c
 
-from pk import errors
+from pk import errors, formats
 from pk.log.storage import Buffer
 from pk.server.raft.snapshot_id import SnapshotId
 
@@ -55,8 +55,7 @@ def check(raw: Buffer, wanted: SnapshotId | None = None) -> Content:
     magic, version, epoch, end, crc = _HEADER.unpack_from(view)
     if magic != _MAGIC or crc != crc32c(view[: _HEADER.size - _CRC_BYTES]):
         raise errors.CorruptLog("the snapshot's header is damaged")
-    if version > FORMAT:
-        raise errors.NewerFormat(f"a snapshot of format {version}, this pk knows {FORMAT}")
+    formats.require_version("a snapshot of the metadata (.checkpoint)", version, FORMAT)
     magic, rows, size, crc = _FOOTER.unpack_from(view, len(view) - _FOOTER.size)
     if magic != _END_MAGIC or len(view) != _HEADER.size + size + _FOOTER.size:
         raise errors.CorruptLog("the snapshot has no footer: it is torn")

@@ -1,0 +1,78 @@
+"""The registry of formats: every file, record and frame that a build may read and another build
+may have written.
+
+Each entry names the constant with the version that this build writes, and the function that
+compares the version of what it reads.  Tests read the table, so a format without an entry, or an
+entry that compares nothing, is noticed.
+
+A file keeps the place of its name, its version and its checksum in every version, so damage and
+another version are told apart: the checksum is compared first, then the version (rule L21).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from pk import errors
+
+#: The level of `pk.format` that this build knows: the newest records and formats that it reads and
+#: may write.  A peer that names no level knows level 1.
+LEVEL = 1
+
+
+class KnownFormat(NamedTuple):
+    """One line of the registry; `version` and `decode` are "module:attribute"."""
+
+    name: str  #: of the file, record or frame, as docs/ARCHITECTURE.md has it
+    version: str  #: the constant with the version that this build writes
+    decode: str  #: compares the version; raises `NewerFormat` for another one
+
+
+_CHECKPOINT = ("pk.log.checkpoints:VERSION", "pk.log.checkpoints:decode")
+
+FORMATS = (
+    KnownFormat("pk.json", "pk.log.directory:FORMAT", "pk.log.directory:read_format"),
+    KnownFormat("recovery-point-offset-checkpoint", *_CHECKPOINT),
+    KnownFormat("replication-offset-checkpoint", *_CHECKPOINT),
+    KnownFormat("log-start-offset-checkpoint", *_CHECKPOINT),
+    KnownFormat("local-log-start-offset-checkpoint", *_CHECKPOINT),
+    KnownFormat("partition-identity-checkpoint", *_CHECKPOINT),
+    KnownFormat("clock-checkpoint", *_CHECKPOINT),
+    KnownFormat("leader-epoch-checkpoint", *_CHECKPOINT),
+    KnownFormat(".snapshot", "pk.log.producers:VERSION",
+                "pk.log.producers:Producers.from_snapshot"),
+    KnownFormat(".txnindex", "pk.log.aborted:VERSION", "pk.log.aborted:decode"),
+    KnownFormat(".index", "pk.log.index:VERSION", "pk.log.index:decode_entries"),
+    KnownFormat(".timeindex", "pk.log.index:VERSION", "pk.log.index:decode_entries"),
+    KnownFormat(".checkpoint", "pk.server.raft.snapshot_framing:FORMAT",
+                "pk.server.raft.snapshot_framing:check"),
+    KnownFormat("quorum-state", "pk.server.raft.recovery:FORMAT",
+                "pk.server.raft.recovery:read_state"),
+    KnownFormat("directory.json", "pk.server.node.format:METADATA_FORMAT",
+                "pk.server.node.format:read_metadata_identity"),
+    KnownFormat("spark checkpoint", "pk.sparkconnector.offsets:VERSION",
+                "pk.sparkconnector.offsets:from_json"),
+)  # fmt: skip
+
+
+def require_version(what: str, found: object, known: int) -> None:
+    """Raise `NewerFormat` unless `found` is the version that this build knows (rule L21).
+
+    what: the file, with its path where the caller has one.  Call it once the checksum matches.
+    """
+    if found != known or isinstance(found, bool):
+        raise errors.NewerFormat(
+            f"{what} has version {found!r}, this pk knows {known}: use the pk that wrote it. "
+            "Nothing here was changed"
+        )
+
+
+@contextmanager
+def named(where: str) -> Iterator[None]:
+    """Put the path `where` in front of the message of a `NewerFormat`."""
+    try:
+        yield
+    except errors.NewerFormat as newer:
+        raise errors.NewerFormat(f"{where}: {newer.message}", directory=where) from newer
