@@ -63,6 +63,8 @@ POLL_WAIT_MS = 2_000
 POLL_TIMEOUT_MS = 6_000
 POLL_BYTES = 4 * 1024 * 1024
 BACKOFF_MS = (20, 1_000)
+#: Most names that one log line lists.
+NAMED_MAX = 20
 
 
 class _Changes:
@@ -150,6 +152,7 @@ class MetadataPublisher:
         self._wait_number = 0
         self._creator = ReplicaCreator(core, self)
         self._loaded = False
+        self._unknown_settings: list[str] = []
         self._tasks = TaskRegistry()
 
     # -- what others ask -------------------------------------------------------------------------
@@ -217,6 +220,7 @@ class MetadataPublisher:
 
     async def load(self) -> None:
         """Open the logs of every partition the image gives this broker (M3)."""
+        self._report_unknown_settings()
         await self._creator.load()
         self._loaded = True
         changes = _Changes()
@@ -529,9 +533,16 @@ class MetadataPublisher:
         except errors.PkError as error:
             self._core.warn("delete_failed", partition=partition, error=error.message)
 
+    def _report_unknown_settings(self) -> None:
+        """Log one line that names the stored settings that this build skips (rule Q7)."""
+        unknown, self._unknown_settings = self._unknown_settings, self.image.unknown_settings()
+        if self._unknown_settings not in ([], unknown):
+            self._core.warn("settings_unknown", settings=self._unknown_settings[:NAMED_MAX])
+
     def _reconfigure(self, changes: _Changes) -> None:
         if not changes.configured and not changes.all_configured:
             return
+        self._report_unknown_settings()
         for partition in self._core.partitions.values():
             if changes.all_configured or partition.topic in changes.configured:
                 wanted = self.settings_of(partition.topic)

@@ -35,7 +35,7 @@ from pk.running_since import RunningSince
 from pk.server.controller import commands, leaders, reassignments
 from pk.server.controller.batched_decision import CHANGES_MAX, UNCLEAN_ELECTION, More
 from pk.server.controller.clocks import Clocks
-from pk.server.controller.config_changes import MIN_ISR
+from pk.server.controller.config_changes import MIN_ISR, UNKNOWN
 from pk.server.controller.elections import LeaderEligibility, waits_for
 from pk.server.controller.events import EVENT
 from pk.server.controller.leader_rebalancer import LeaderRebalancer
@@ -163,6 +163,9 @@ class ActiveController:
                 f"not of {self._run.cluster_id}"
             )
         self._compare_min_isr()
+        unknown = self._image.unknown_settings()
+        if unknown:
+            self._say("settings_unknown", settings=unknown[:NAMED_MAX], why=UNKNOWN)
         unfenced = [
             (broker.broker_id, broker.broker_epoch)
             for broker in self.machine.image.brokers.values()

@@ -25,6 +25,8 @@ from pk.wire import pk_pb2 as wire
 #: Settings whose values `describe` shows as HIDDEN.
 _SECRET = ("tier_access_key_id", "tier_secret_access_key")
 HIDDEN = "[hidden]"
+#: What `describe` says of a stored setting that this build does not know (rule Q7).
+UNKNOWN = "not known to this build: it is kept, and has no effect here"
 MIN_ISR = "min_insync_replicas"
 
 
@@ -53,13 +55,16 @@ def _change(image: MetadataImage, rules: Rules, change: wire.ConfigChange) -> li
     kind, name = change.resource.type, change.resource.name
     _check_resource(image, kind, name)
     stored = dict(image.configs.get((kind, name), {}))
-    unset = [settings.TOPIC.canonical(option) for option in change.unset]
+    unset = [
+        option if option in stored else settings.TOPIC.canonical(option) for option in change.unset
+    ]
     base = cluster_base(image, rules) if kind == TOPIC_RESOURCE else rules.topic_defaults
     given = settings.TOPIC.parse(change.set)
     both = [option for option in unset if option in given]
     if both:
         raise errors.InvalidConfig(f"{both[0]} is set and unset at once", option=both[0])
-    kept = {option: value for option, value in stored.items() if option not in unset}
+    known = settings.TOPIC.known(stored)
+    kept = {option: value for option, value in known.items() if option not in unset}
     check_settings({**kept, **given}, base)
     if kind == BROKER_RESOURCE:
         _check_topics_under(image, rules, {**kept, **{k: as_text(v) for k, v in given.items()}})
@@ -96,7 +101,7 @@ def _check_topics_under(image: MetadataImage, rules: Rules, cluster: Mapping[str
     """Refuse a cluster default that contradicts a setting of some topic."""
     base = {**rules.topic_defaults, **settings.TOPIC.parse(cluster)}
     for name in image.topic_ids:
-        own = image.configs.get((TOPIC_RESOURCE, name))
+        own = image.settings_of(TOPIC_RESOURCE, name)
         if own:
             try:
                 settings.TOPIC.resolve(own, base)
@@ -168,6 +173,11 @@ def _entries(image: MetadataImage, rules: Rules, kind: str, name: str) -> list[w
         entries.append(
             wire.ConfigEntry(name=option.name, value=value, source=source, doc=option.doc)
         )
+    for source, stored in (("topic", own), ("cluster", cluster)):
+        entries += [
+            wire.ConfigEntry(name=name, value=stored[name], source=source, doc=UNKNOWN)
+            for name in sorted(stored.keys() - settings.TOPIC.by_name.keys())
+        ]
     return entries
 
 

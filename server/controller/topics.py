@@ -52,7 +52,7 @@ def check_name(name: str) -> None:
 
 def cluster_base(image: MetadataImage, rules: Rules) -> dict[str, Any]:
     """Return the defaults of topics: the cluster's settings over the file's."""
-    stored = settings.TOPIC.parse(image.configs.get((BROKER_RESOURCE, ""), {}))
+    stored = settings.TOPIC.parse(image.settings_of(BROKER_RESOURCE, ""))
     return {**rules.topic_defaults, **stored}
 
 

@@ -185,9 +185,20 @@ class MetadataImage:
         """
         base = {
             **(static or {}),
-            **settings.TOPIC.parse(self.configs.get((BROKER_RESOURCE, ""), {})),
+            **settings.TOPIC.parse(self.settings_of(BROKER_RESOURCE, "")),
         }
-        return settings.TOPIC.resolve(self.configs.get((TOPIC_RESOURCE, name), {}), base)
+        return settings.TOPIC.resolve(self.settings_of(TOPIC_RESOURCE, name), base)
+
+    def settings_of(self, kind: str, name: str) -> dict[str, str]:
+        """Return the stored settings of a resource that this build knows.  The others are kept and
+        have no effect here (rule Q7).
+        """
+        return settings.TOPIC.known(self.configs.get((kind, name), {}))
+
+    def unknown_settings(self) -> list[str]:
+        """Return the names of stored settings that this build does not know."""
+        found = {name: None for values in self.configs.values() for name in values}
+        return sorted(name for name in found if name not in settings.TOPIC.by_name)
 
     # -- the only mutator --------------------------------------------------------------------------
 

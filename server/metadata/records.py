@@ -43,15 +43,25 @@ def encode_record(record: MetadataRecord) -> bytes:
 
 
 def decode_record(value: bytes | None) -> MetadataRecord:
-    """Decode a record.  Raises `CorruptLog` if it does not parse, `NewerFormat` if its kind is
-    new.
+    """Decode a record.  Raises `CorruptLog` if it does not parse, `NewerFormat` if its kind or one
+    of its fields is not known.
+
+    An unknown field would be lost from the next snapshot of this node (rule Q7).
     """
     try:
         record = MetadataRecord.FromString(value or b"")
     except DecodeError as cause:
         raise errors.CorruptLog(f"a metadata record does not parse: {cause}") from cause
-    if record.WhichOneof("record") is None:
+    kind = record.WhichOneof("record")
+    if kind is None:
         raise errors.NewerFormat("the metadata log holds a kind of record this build does not know")
+    size = record.ByteSize()
+    record.DiscardUnknownFields()
+    if record.ByteSize() != size:
+        raise errors.NewerFormat(
+            f"a metadata record {kind!r} has a field that this build does not know: use the pk that"
+            " wrote it. Nothing here was changed"
+        )
     return record
 
 

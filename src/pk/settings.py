@@ -133,6 +133,12 @@ class Options:
             parsed[key] = self.by_name[key].parse(value)
         return parsed
 
+    def known(self, stored: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the stored settings that this build knows; a newer build may have stored others
+        (rule Q7).  `stored` has canonical names.
+        """
+        return {name: value for name, value in stored.items() if name in self.by_name}
+
     def resolve(
         self, given: Mapping[str, Any], base: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
