@@ -19,13 +19,13 @@ NOTE = "<!-- Made by `make docs` from {source}; edit that. -->"
 SCOPES = {
     settings.TOPIC: (
         "Topics",
-        "`pk topics create --config NAME=VALUE`, `pk topics alter`; the same names in the server's "
-        "configuration are the cluster's defaults.",
+        "options of `pk topics create --config NAME=VALUE` and `pk topics alter`. The same names "
+        "in the server's configuration set the cluster's defaults.",
     ),
     settings.SERVER: (
         "Server",
-        "the TOML file of `pk server start --config FILE`, or `PK_<NAME>` in the environment, "
-        "which wins.",
+        "keys of the TOML file of `pk server start --config FILE`, or as `PK_<NAME>` in the "
+        "environment, which takes precedence.",
     ),
     settings.PRODUCER: ("Producer", "keyword arguments of `pk.Producer`."),
     settings.CONSUMER: ("Consumer", "keyword arguments of `pk.Consumer`."),
@@ -59,8 +59,9 @@ def settings_page() -> str:
         "",
         NOTE.format(source="`src/pk/settings.py`"),
         "",
-        "Kafka's dotted names (`retention.ms`) are accepted everywhere. An unknown name is refused",
-        "with the nearest right one, a contradiction with the relation that it breaks.",
+        "Kafka's dotted names (`retention.ms`) are accepted everywhere. An unknown name is",
+        "refused, and the error suggests the nearest valid name. Contradictory settings are",
+        "refused, and the error names the violated relation.",
     ]
     for scope, (title, where) in SCOPES.items():
         lines += ["", f"## {title}", "", f"Given as {where}", ""]
@@ -81,10 +82,11 @@ def errors_page() -> str:
         "",
         NOTE.format(source="`src/pk/errors.py`"),
         "",
-        "Every error is a class of `pk.errors`. The code travels on the wire: Kafka's number where",
-        "Kafka has one, pk's own from 1000. *Retriable*: the same request may succeed later; pk's",
-        "clients try again within their timeouts. On the command line an error is one line, or",
-        "with `--json` an object, and the exit code is 1:",
+        "Every error is a class of `pk.errors`. Replies carry its code. If Kafka has the error,",
+        "the code is Kafka's number; pk's own codes begin at 1000. If an error is *retriable*, the",
+        "same request may succeed later, and pk's clients retry it within their timeouts. The",
+        "command line prints an error as one line, or with `--json` as an object, and exits",
+        "with 1:",
         '`{"error": {code, name, message, acts, retriable, details}}`.',
         "",
         "| name | code | who acts | retriable | meaning |",
@@ -107,8 +109,9 @@ def replica_states_page() -> str:
         "",
         NOTE.format(source="`server/replica/state.py`"),
         "",
-        "What a broker's replica of a partition is, and the events that change it. Every part of",
-        "the broker asks this state. An event that has no edge here raises `IllegalTransition`.",
+        "This page lists the states of a broker's replica of a partition, and the events that",
+        "change the state. Every part of the broker uses this state. An event without an edge",
+        "here raises `IllegalTransition`.",
         "",
         "```mermaid",
         "stateDiagram-v2",
@@ -121,7 +124,7 @@ def replica_states_page() -> str:
         log = "open" if state in replica_state.OPEN else ""
         cause = "yes" if state in replica_state.WITH_CAUSE else ""
         lines.append(f"| {state.value} | {replica_state.MEANINGS[state]} | {log} | {cause} |")
-    lines += ["", "| event | from | what happens, and why only there |", "|---|---|---|"]
+    lines += ["", "| event | from | what happens, and why only in these states |", "|---|---|---|"]
     for event, reason in replica_state.REASONS.items():
         sources = [b.value for (b, what) in replica_state.TRANSITIONS if what is event]
         lines.append(f"| {event.value} | {', '.join(sources)} | {reason} |")

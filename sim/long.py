@@ -247,8 +247,8 @@ def summary(key: dict[str, Any], rows: Iterable[dict[str, Any]]) -> str:
     return "\n".join(
         [
             "# The last long campaign of simulated clusters", "",
-            "`make sim-long` writes this page ([TESTING.md](TESTING.md)). The rows, one a seed,",
-            "are in `.sim/long.jsonl` and are not committed.", "",
+            "`make sim-long` writes this page ([TESTING.md](TESTING.md)). The file",
+            "`.sim/long.jsonl` has one row for each seed and is not committed.", "",
             "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items()), "",
             *(["## Failures", "", *(f"- {each}" for each in failed), ""] if failed else []),
             "## What it met", "", "| counter | total |", "|---|---:|",

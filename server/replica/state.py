@@ -79,32 +79,33 @@ MEANINGS = {
 
 #: What each event is, and why it can only meet the states that the table gives it.
 REASONS = {
-    E.OPENED: "A log is opened, or created, where the broker has none open: two logs of one"
-    " partition would both be written.",
-    E.OPEN_FAILED: "Opening or creating fails only where no log is open; an open log fails"
-    " with FAILED.",
-    E.FOLLOWED: "The broker begins to fetch into a log that is open and idle: a leader first"
-    " resigns, and another leader's fetcher is detached first.",
-    E.DETACHED: "The broker stops fetching, which only a follower does.",
-    E.ELECTED: "The metadata name this broker the leader: its log is open, what a former leader"
-    " sent is written or undone, and the tier agrees.",
-    E.RESIGNED: "The broker stops leading, or stops preparing to: the metadata name another"
-    " leader, or none.",
-    E.RECOVERY_BEGUN: "An unclean election of this broker: its log is open, and its fetcher is"
-    " detached.",
-    E.RECOVERY_FAILED: "An attempt to compare the log with the tier's table failed, and is"
-    " repeated.",
+    E.OPENED: "The broker opens or creates a log. It has no open log of the partition yet;"
+    " otherwise two logs of one partition would be written.",
+    E.OPEN_FAILED: "The broker could not open or create a log. An open log fails with the"
+    " event *failed*.",
+    E.FOLLOWED: "The broker begins to fetch. The log is open and idle: a leader has resigned"
+    " before, and the fetcher of another leader has been detached.",
+    E.DETACHED: "The broker stops fetching. Only a follower fetches.",
+    E.ELECTED: "The metadata name this broker as leader. Its log is open, the records of a former"
+    " leader are written or undone, and the log agrees with the tier.",
+    E.RESIGNED: "The broker stops leading, or stops preparing to lead, because the metadata name"
+    " another leader or none.",
+    E.RECOVERY_BEGUN: "This broker was elected uncleanly. Its log is open, and its fetcher"
+    " is detached.",
+    E.RECOVERY_FAILED: "An attempt to compare the log with the tier's table failed. The broker"
+    " repeats it.",
     E.RECOVERED: "The tier's table is fenced for the leader epoch, and the log agrees with it or"
     " begins at its end.",
-    E.FAILED: "An open log turns out damaged, its directory fails, or a full disk interrupts a"
-    " truncation. The fetcher is detached first; a log that is offline cannot fail again.",
-    E.REOPENED: "There is room again, and a log that a full disk left incomplete is opened as at"
-    " a start of the process.",
-    E.DISCARD_KNOWN: "An operator discarded a missing log, and the metadata no longer count on it:"
-    " an empty one may be created.",
-    E.SET_ASIDE: "A damaged or missing log is moved away, for the controller knows that it is"
-    " offline and another broker leads (rules L9, L15). A log that is served never is.",
-    E.REMOVED: "The topic was deleted, or the replica reassigned. The fetcher is detached first.",
+    E.FAILED: "An open log is damaged, its directory fails, or a full disk interrupts a truncation."
+    " The fetcher is detached first. A log that is offline cannot fail again.",
+    E.REOPENED: "The disk has room again. A log that a full disk left incomplete is opened as at"
+    " the start of the process.",
+    E.DISCARD_KNOWN: "An operator discarded a missing log, and the replica is in neither ISR nor"
+    " ELR. An empty log may be created.",
+    E.SET_ASIDE: "A damaged or missing log is moved away, because the controller knows that it"
+    " is offline and another broker leads (rules L9, L15). A log that is served is never moved.",
+    E.REMOVED: "The topic was deleted, or the replica was reassigned. The fetcher is detached"
+    " first.",
 }
 
 #: (state, event) → the state afterwards.  There is no other edge.

@@ -100,7 +100,7 @@ class RequestTimedOut(RetriableError):
 
 
 class BrokerUnavailable(RetriableError):
-    """No connection to the broker could be made, or it broke."""
+    """The client could not connect to the broker, or the connection broke."""
 
     code = 8
 
@@ -118,45 +118,45 @@ class FencedLeaderEpoch(RetriableError):
 
 
 class UnknownLeaderEpoch(RetriableError):
-    """The request carries a newer leader epoch than this broker's (KIP-320): wait."""
+    """The request carries a newer leader epoch than this broker's (KIP-320): retry later."""
 
     code = 75
 
 
 class OffsetNotAvailable(RetriableError):
-    """A new leader's high watermark has not caught up yet (KIP-207): wait, do not reset."""
+    """A new leader's high watermark has not caught up yet (KIP-207): retry, keep the offset."""
 
     code = 78
 
 
 class ThrottledError(RetriableError):
-    """A bounded queue of the broker is full: slow down."""
+    """A bounded queue of the broker is full: send more slowly."""
 
     code = 89
 
 
 class StorageFull(RetriableError):
-    """The log directory has no space left; nothing of this batch was stored: free some."""
+    """The log directory is full, and this batch was not stored: free some space."""
 
     code = 1001
     acts = "operator"
 
 
 class TierUnavailable(RetriableError):
-    """The object store cannot be reached or answers too slowly; the hot log goes on."""
+    """The object store cannot be reached or answers too slowly; the hot log is served."""
 
     code = 1002
     acts = "operator"
 
 
 class UnknownTierRange(RetriableError):
-    """The tier does not (yet) list the range asked for; re-plan on the newest version."""
+    """The tier does not list the requested range (yet): plan again on the newest version."""
 
     code = 1003
 
 
 class ControllerUnavailable(RetriableError):
-    """The controller cannot be reached: reads and acks=all go on, administration waits."""
+    """No active controller was reached; reads and acks=all continue, administration waits."""
 
     code = 41
 
@@ -168,7 +168,7 @@ class InvalidUpdateVersion(RetriableError):
 
 
 class EligibleLeadersNotAvailable(RetriableError):
-    """No replica of the partition can be elected now: none is there, or none has reported yet."""
+    """No replica can be elected now: none is available, or none has reported its position."""
 
     code = 83
 
@@ -186,7 +186,7 @@ class IneligibleReplica(RetriableError):
 
 
 class SnapshotNotFound(RetriableError):
-    """That snapshot of the metadata is not here any more (KIP-630): ask for the newest."""
+    """The node no longer has this metadata snapshot (KIP-630): fetch the newest one."""
 
     code = 98
 
@@ -225,7 +225,7 @@ class TopicAlreadyExists(UserError):
 
 
 class InvalidPartitions(UserError):
-    """The partition count is not positive, or less than today's (none is ever removed)."""
+    """The partition count is not positive, or smaller than the current count."""
 
     code = 37
 
@@ -249,19 +249,19 @@ class InvalidRequest(UserError):
 
 
 class InvalidReplicaAssignment(UserError):
-    """The replicas asked for are not registered brokers, repeat one, or could not lead."""
+    """The requested replicas repeat a broker, or name one that is not registered or cannot lead."""
 
     code = 39
 
 
 class NoReassignmentInProgress(UserError):
-    """There is nothing to cancel: the partition is not being reassigned."""
+    """The partition is not being reassigned, so there is nothing to cancel."""
 
     code = 85
 
 
 class ElectionNotNeeded(UserError):
-    """The partition has the leader that was asked for."""
+    """The partition already has the requested leader."""
 
     code = 84
 
@@ -273,7 +273,7 @@ class BrokerNotRegistered(UserError):
 
 
 class OutOfOrderSequence(UserError):
-    """A gap in the producer's sequence numbers (rule L6)."""
+    """The producer's sequence numbers have a gap (rule L6)."""
 
     code = 45
     acts = "client"
@@ -287,20 +287,20 @@ class InvalidProducerEpoch(UserError):
 
 
 class UnknownProducerId(UserError):
-    """The partition has no state of this producer (any more); the producer bumps its epoch."""
+    """The partition has no state of this producer; the producer increases its epoch."""
 
     code = 59
     acts = "client"
 
 
 class InvalidRecord(UserError):
-    """The batch's body does not decode, or holds what the topic refuses (null keys)."""
+    """The batch's body does not decode, or has records that the topic refuses (null keys)."""
 
     code = 87
 
 
 class UnknownTopicId(UserError):
-    """No topic has this id (any more): it was deleted, perhaps re-created under the same name."""
+    """No topic has this id; the topic was deleted, and perhaps re-created under the same name."""
 
     code = 100
 
@@ -324,19 +324,19 @@ class BufferExhausted(UserError):
 
 
 class DeliveryTimedOut(UserError):
-    """Not acknowledged within delivery_timeout_ms; whether the record was stored is unknown."""
+    """No acknowledgement within delivery_timeout_ms: the record may or may not be stored."""
 
     code = 1013
 
 
 class OutcomeUnknown(UserError):
-    """The stream broke before the acknowledgement; no retry without idempotence (rule L7)."""
+    """The stream broke before the acknowledgement, and the client may not retry (rule L7)."""
 
     code = 1014
 
 
 class PartlyStored(UserError):
-    """Some parts of a send_batch were stored, some were not."""
+    """Some parts of a send_batch were stored, and others were not."""
 
     code = 1015
 
@@ -355,7 +355,7 @@ class SerializationError(UserError):
 
 
 class LogTruncated(UserError):
-    """The log was cut below the consumer's position after an unclean election (KIP-320)."""
+    """The log was truncated below the consumer's position after an unclean election (KIP-320)."""
 
     code = 1017
 
@@ -367,13 +367,13 @@ class NoOffsetForPartition(UserError):
 
 
 class TopicRecreated(UserError):
-    """The topic was deleted and created again: its offsets are another log's (rule L8)."""
+    """The topic was deleted and re-created, so its offsets belong to another log (rule L8)."""
 
     code = 1019
 
 
 class DataLoss(UserError):
-    """Records the reader has not seen are gone: aged out, deleted, damaged, or their topic is."""
+    """Unread records are lost: expired, deleted or damaged, or their topic was deleted."""
 
     code = 1022
 
@@ -412,13 +412,13 @@ class DirectoryOfAnotherCluster(OperatorError):
 
 
 class DirectoryNotFormatted(OperatorError):
-    """A node of a cluster was started on a directory that `pk server format` has not seen."""
+    """A node of a cluster needs a directory that `pk server format` has formatted."""
 
     code = 1038
 
 
 class DirectoryFormatted(OperatorError):
-    """A directory that was to be formatted belongs to a node already."""
+    """The directory to be formatted already belongs to a node."""
 
     code = 1039
 
@@ -430,7 +430,7 @@ class DirectoryOfAnotherBuild(OperatorError):
 
 
 class NewerFormat(OperatorError):
-    """The data directory was written by a newer pk: use that one."""
+    """The data directory was written by a newer pk: use that version."""
 
     code = 1033
 
@@ -448,19 +448,19 @@ class CorruptLog(OperatorError):
 
 
 class LogUnidentified(OperatorError):
-    """A directory holds segments, and whose they are is missing, damaged or unknown (rule L15)."""
+    """A directory has segments, and their partition cannot be identified (rule L15)."""
 
     code = 1053
 
 
 class LogMissing(OperatorError):
-    """A log that this broker had is not in its data directory any more (rule L15)."""
+    """A log that this broker had is missing from its data directory (rule L15)."""
 
     code = 1054
 
 
 class AddressInUse(OperatorError):
-    """The listen address cannot be had."""
+    """The process cannot bind the listen address."""
 
     code = 1035
 
@@ -478,7 +478,7 @@ class TierTableChanged(OperatorError):
 
 
 class DamagedTierFile(OperatorError):
-    """A data file of a topic's table is missing, or its bytes are not those that were written."""
+    """A data file of a topic's table is missing, or its bytes have changed."""
 
     code = 1050
 
@@ -490,7 +490,7 @@ class JavaMissing(OperatorError):
 
 
 class JarsMissing(OperatorError):
-    """Jars that Spark needs are not there and could not be fetched."""
+    """Jars that Spark needs are missing and could not be downloaded."""
 
     code = 1041
 
@@ -514,7 +514,7 @@ class MetadataBehind(OperatorError):
 
 
 class StaleBrokerEpoch(OperatorError):
-    """The broker was re-registered meanwhile; it must restart."""
+    """The broker's id was registered again by another process; this broker must restart."""
 
     code = 77
 
