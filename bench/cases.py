@@ -52,8 +52,9 @@ def _bytes(name: str, least: float, aim: float) -> Variant:
 _CLIENTS = (
     Case(
         name="produce_columnar",
-        what="batches built from Python lists of bytes inside the timing, acks=all",
-        against="Java ProducerPerformance",
+        what="The client builds batches from Python lists of bytes inside the timing, and "
+        "produces them with acks=all",
+        against="Java's ProducerPerformance",
         plan="produce",
         pk_modes=("lists", "prebuilt"),
         peer_modes=("java",),
@@ -64,8 +65,8 @@ _CLIENTS = (
     ),
     Case(
         name="consume_columnar",
-        what="poll_batches, value bytes counted",
-        against="Java ConsumerPerformance",
+        what="The client calls poll_batches and counts the bytes of the values",
+        against="Java's ConsumerPerformance",
         plan="consume",
         pk_modes=("batches",),
         peer_modes=("java",),
@@ -76,8 +77,8 @@ _CLIENTS = (
     ),
     Case(
         name="produce_record",
-        what="send per record, acks=all",
-        against="the better of the Java and the confluent-kafka producer",
+        what="The client calls send for each record, with acks=all",
+        against="the faster of the Java and the confluent-kafka producer",
         plan="produce",
         pk_modes=("record",),
         peer_modes=("java", "confluent"),
@@ -88,7 +89,7 @@ _CLIENTS = (
     ),
     Case(
         name="consume_record",
-        what="record by record, value bytes counted",
+        what="The client reads one record at a time and counts the bytes of the values",
         against="confluent-kafka",
         plan="consume",
         pk_modes=("records",),
@@ -100,9 +101,10 @@ _CLIENTS = (
     ),
     Case(
         name="latency",
-        what="p99 of produce to consume, one 100-byte record in flight, acks=all: 5,000 after "
-        "1,000 of warm-up; alone, and while another client produces 20 MB/s",
-        against="Java EndToEndLatency (30,000 messages, cut to whole milliseconds)",
+        what="The p99 of the time from produce to consume, with one record of 100 bytes in "
+        "flight and acks=all. 5,000 records are measured after a warm-up of 1,000. The "
+        "first row is without other load, the second while another client produces 20 MB/s",
+        against="Java's EndToEndLatency (30,000 messages, truncated to whole milliseconds)",
         plan="latency",
         pk_modes=("latency",),
         peer_modes=("java",),
@@ -116,8 +118,9 @@ _CLIENTS = (
     ),
     Case(
         name="small_requests",
-        what="64 clients on one partition, one record in flight each, linger 0, acks=all",
-        against="confluent-kafka, 64 producers",
+        what="64 clients produce to one partition, each with one record in flight, linger 0 and "
+        "acks=all",
+        against="confluent-kafka with 64 producers",
         plan="small",
         pk_modes=("small",),
         peer_modes=("small",),
@@ -127,8 +130,9 @@ _CLIENTS = (
     ),
     Case(
         name="partitions_1000",
-        what="1,000 partitions on one broker: created with all leaders known, columnar produce and "
-        "consume across them (batches of 64 KiB), memory of the server after it, CPU at rest",
+        what="One broker has 1,000 partitions. The rows are the time until all are created and "
+        "have known leaders, columnar produce and consume across them (batches of 64 KiB), "
+        "the memory of the server after that, and its CPU at rest",
         against="Kafka's Java clients and broker",
         plan="partitions",
         pk_modes=("pk",),
@@ -147,7 +151,8 @@ _CLIENTS = (
     ),
     Case(
         name="deep_log",
-        what="produce, and fetch of the tail, on a topic that holds the deep log ({size_gb:g} GB)",
+        what="The client produces to a topic that holds the deep log ({size_gb:g} GB), and "
+        "fetches the tail of the topic",
         against="pk itself, on an empty topic",
         plan="deep",
         pk_modes=("deep",),
@@ -166,10 +171,11 @@ _CLIENTS = (
 _CLUSTERS = (
     Case(
         name="failover",
-        what="three nodes, one partition, a record every 5 ms, acks=all: from the end of the "
-        "leader's node (all its processes; SIGSTOP: with clients that wait 3 s for an answer) to "
-        "the next acknowledgement of a record sent after it; four failovers a round",
-        against="three KRaft nodes, confluent-kafka",
+        what="Three nodes have one partition, and a record is sent every 5 ms with acks=all. The "
+        "time begins when all processes of the leader's node end, or stop by SIGSTOP, and "
+        "ends with the next acknowledgement of a record that was sent after that. With "
+        "SIGSTOP the clients wait 3 s for an answer. A round has four failovers",
+        against="three KRaft nodes with confluent-kafka",
         plan="failover",
         pk_modes=("pk",),
         peer_modes=("confluent",),
@@ -182,9 +188,10 @@ _CLUSTERS = (
     ),
     Case(
         name="produce_replicated",
-        what="three nodes, replication factor 3, min_insync_replicas 2: batches built from Python "
-        "lists of bytes inside the timing, acks=all",
-        against="three KRaft nodes, Java ProducerPerformance",
+        what="Three nodes, replication factor 3, min_insync_replicas 2. The client builds "
+        "batches from Python lists of bytes inside the timing, and produces them with "
+        "acks=all",
+        against="three KRaft nodes with Java's ProducerPerformance",
         plan="replicated",
         pk_modes=("lists",),
         peer_modes=("java",),
@@ -195,8 +202,9 @@ _CLUSTERS = (
     ),
     Case(
         name="produce_replicated_record",
-        what="three nodes, replication factor 3, min_insync_replicas 2: send per record, acks=all",
-        against="three KRaft nodes, the better of the Java and the confluent-kafka producer",
+        what="Three nodes, replication factor 3, min_insync_replicas 2. The client calls send "
+        "for each record, with acks=all",
+        against="three KRaft nodes with the faster of the Java and the confluent-kafka producer",
         plan="replicated",
         pk_modes=("record",),
         peer_modes=("java", "confluent"),
@@ -207,9 +215,10 @@ _CLUSTERS = (
     ),
     Case(
         name="cluster_partitions",
-        what="1,000 partitions of three replicas on three nodes: created with all leaders known; "
-        "CPU at rest and memory of all nodes; all stopped cleanly and started together until all "
-        "replicas are in sync",
+        what="Three nodes have 1,000 partitions of three replicas. The rows are the time until "
+        "all are created and have known leaders, the CPU at rest and the memory of all "
+        "nodes, and the time of a restart: all nodes are stopped cleanly and started "
+        "together, until all replicas are in sync",
         against="three KRaft nodes",
         plan="cluster_partitions",
         pk_modes=("pk",),
@@ -230,7 +239,8 @@ _CONNECTOR = "Spark's Kafka connector"
 _SPARK = (
     Case(
         name="spark_read",
-        what='count and sum of value lengths, local[2], hot log; also with option columns="value"',
+        what="Spark computes the count and the sum of the value lengths with local[2] from the "
+        'hot log; one mode uses the option columns="value"',
         against=_CONNECTOR,
         plan="spark_read",
         pk_modes=("plain", "columns"),
@@ -242,7 +252,8 @@ _SPARK = (
     ),
     Case(
         name="spark_stream",
-        what='AvailableNow to the noop sink, hot log; also with option columns="value"',
+        what="Spark streams the hot log with AvailableNow to the noop sink; one mode uses the "
+        'option columns="value"',
         against=_CONNECTOR,
         plan="spark_stream",
         pk_modes=("plain", "columns"),
@@ -254,7 +265,8 @@ _SPARK = (
     ),
     Case(
         name="spark_sink",
-        what="rows of a Parquet file of 100-byte values written to a topic, acks=all",
+        what="Spark writes the rows of a Parquet file with values of 100 bytes to a topic, with "
+        "acks=all",
         against="Spark's Kafka sink",
         plan="spark_sink",
         pk_modes=("plain",),
@@ -265,9 +277,9 @@ _SPARK = (
     ),
     Case(
         name="spark_read_cold",
-        what='the same count and sum over the tier through format("pk"); also with option '
-        'columns="value"',
-        against=f"{_CONNECTOR}, the same records in Kafka's log",
+        what='Spark computes the same count and sum through format("pk") when all records are in '
+        'the tier; one mode uses the option columns="value"',
+        against=f"{_CONNECTOR} with the same records in Kafka's log",
         plan="spark_cold",
         pk_modes=("plain", "columns"),
         peer_modes=("kafka",),
@@ -278,8 +290,8 @@ _SPARK = (
     ),
     Case(
         name="cold_read",
-        what='count and sum of value lengths, format("pk") over the tier only; also with option '
-        'columns="value"',
+        what='Spark computes the count and the sum of the value lengths through format("pk") '
+        'from the tier only; one mode uses the option columns="value"',
         against="spark.read.parquet on the same files",
         plan="spark_parquet",
         pk_modes=("plain", "columns"),
@@ -294,8 +306,9 @@ _SPARK = (
 _STORED = (
     Case(
         name="stored_bytes",
-        what="the flights as JSON, same keys, values and timestamps, zstd 3, batches of 1 MiB of "
-        "records before compression; closed segments with their indexes",
+        what="The size of the flights data as JSON with the same keys, values and timestamps, "
+        "zstd 3, and batches of 1 MiB of records before compression. Closed segments and "
+        "their indexes count",
         against="Kafka's segments",
         plan="stored",
         pk_modes=("segments",),
@@ -307,8 +320,9 @@ _STORED = (
     ),
     Case(
         name="stored_bytes_tier",
-        what="the same records in the tier, Delta log included: as tiering wrote them (zstd 3), "
-        "and rewritten with tiering's own writer at zstd 9 (what a compaction would give)",
+        what="The size of the same records in the tier, Delta log included: first as tiering "
+        "wrote them (zstd 3), then rewritten with tiering's own writer at zstd 9 (as a "
+        "compaction would)",
         against="Kafka's segments",
         plan="stored_tier",
         pk_modes=("table",),

@@ -13,13 +13,14 @@ from bench.report import Figures, Row
 
 _INTRODUCTION = """# pk beside Apache Kafka
 
-Made by `make bench` (`python -m bench all --write docs/bench.md`; a case that is run alone replaces
-its own rows only); how a figure is made stands in `bench/__init__.py`.
+`make bench` writes this page (`python -m bench all --write docs/bench.md`).  A case that is run
+alone replaces only its own rows.  `bench/__init__.py` explains how the figures are measured.
 
-{cores} cores of {cpu}, {memory_gb} GB, Linux {kernel}, Python {python}.  Broker and client share
-the machine on both sides; ratios matter, not absolutes.  Figures are medians of interleaved rounds;
-costs are client + server.  A ratio is pk ÷ peer, or peer ÷ pk where less is better (ms, s, bytes,
-MB, %), so more is better in every row.
+The machine has {cores} cores of {cpu} and {memory_gb} GB, and runs Linux {kernel} and Python
+{python}.  Broker and client share it, both for pk and for the peer, so only the ratios are
+meaningful.  Figures are medians of interleaved rounds.  Costs are client + server.  A ratio is pk ÷
+peer, or peer ÷ pk if a smaller figure is better (ms, s, bytes, MB, %).  So a larger ratio is better
+in every row.
 
 ![ratios]({plot})
 """
@@ -43,9 +44,9 @@ def page(lines: Sequence[Figures], plot: str = "bench.svg") -> str:
         cells += [f"{figures['peer']:,}", f"**{figures['ratio']:.2f}**", report.floor(figures)]
         cells += [report.floor(figures, "aim"), *report.costs_cells(figures)]
         words.append(f"| {' | '.join(cells)} |")
-    words += ["", "What each is, and every run:", ""]
+    words += ["", "What each benchmark measures, and the results of every run:", ""]
     for whole in lines:
-        words.append(f"- **{whole['name']}**: {whole['what']}; against {whole['against']}.")
+        words.append(f"- **{whole['name']}**: {whole['what']}. Peer: {whole['against']}.")
         words += [f"  - {_runs_line(row)}" for row in report.rows([whole])]
     return "\n".join(words) + "\n"
 
