@@ -24,11 +24,11 @@ FORBIDDEN = [
 CONSTRUCTION = re.compile(rf"\b(?:{'|'.join(FORBIDDEN)})\b", re.IGNORECASE)
 #: Of a top-level folder; 0 for the others.
 MAXIMUM = {
-    ".": 2, "bench": 9, "client": 2, "docs": 61, "log": 0, "server": 60, "sim": 0,
+    ".": 0, "bench": 9, "client": 2, "docs": 0, "log": 0, "server": 60, "sim": 0,
     "sparkconnector": 2, "src": 12, "tests": 280, "tiering": 0,
 }  # fmt: skip
 #: They name the forbidden constructions, or are a record of what was.
-EXCEPT = {"docs/STYLE.md", "CHANGELOG.md", "tests/test_tidy_prose.py"}
+EXCEPT = {"docs/STYLE.md", "docs/sim-long.md", "CHANGELOG.md", "tests/test_tidy_prose.py"}
 INDENTED = re.compile(r"\s+(?:#:? ?)?")
 
 

@@ -403,7 +403,7 @@ CONSUMER = Options(
         Option("fetch_buffer_bytes", int, 16 * MIB,
                "bytes that are fetched and not yet polled, per broker", "bytes", 1, INT32_MAX),
         Option("max_poll_records", int, 2_000,
-               "the most records that one poll returns", "", 1, INT32_MAX),
+               "the largest number of records in the result of one poll", "", 1, INT32_MAX),
         Option("check_crcs", bool, True, "verify every batch's checksum"),
         Option("decoded_bytes_max", int, 64 * MIB,
                "largest size of a batch after decompression", "bytes", 1024),
