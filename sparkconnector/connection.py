@@ -34,7 +34,7 @@ from pk.settings import CONSUMER
 from pk.sparkconnector.offsets import Bounds, Range
 from pk.sparkconnector.options import CONNECT_TIMEOUT_MS
 from pk.sparkconnector.scan import UNKNOWN_TOPIC_WAIT_MS, PooledStream, Scan, ScannedBatches
-from pk.types import NONE, READ_COMMITTED, READ_UNCOMMITTED, PartitionKey
+from pk.types import NONE, READ_COMMITTED, READ_UNCOMMITTED, EpochStart, PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import open_stream
@@ -266,8 +266,15 @@ class ClusterClient:
                 t.name,
                 t.topic_id,
                 p,
-                found[(t.topic_id, p), EARLIEST],
-                max(found[(t.topic_id, p), LATEST], found[(t.topic_id, p), EARLIEST]),
+                found[(t.topic_id, p), EARLIEST].offset,
+                max(
+                    found[(t.topic_id, p), LATEST].offset,
+                    found[(t.topic_id, p), EARLIEST].offset,
+                ),
+                tuple(
+                    EpochStart(each.epoch, each.start_offset)
+                    for each in found[(t.topic_id, p), LATEST].epochs
+                ),
             )
             for t in topics
             for p in sorted(t.leaders)
@@ -277,15 +284,15 @@ class ClusterClient:
         """By (topic id, partition), return the first offset at or after the time, or None."""
         asked = [(key, max(0, at_ms)) for key, at_ms in times.items()]
         found = self._process.run(self._retried(lambda: self._list(asked, READ_COMMITTED)))
-        return {key: None if offset < 0 else offset for (key, _), offset in found.items()}
+        return {key: None if one.offset < 0 else one.offset for (key, _), one in found.items()}
 
     async def _list(
         self, asked: Sequence[tuple[tuple[str, int], int]], isolation: int
-    ) -> dict[tuple[tuple[str, int], int], int]:
+    ) -> dict[tuple[tuple[str, int], int], wire.OffsetAnswer]:
         by_leader: dict[str, list[tuple[tuple[str, int], int]]] = {}
         for key, what in asked:
             by_leader.setdefault(await self._leader(key), []).append((key, what))
-        found: dict[tuple[tuple[str, int], int], int] = {}
+        found: dict[tuple[tuple[str, int], int], wire.OffsetAnswer] = {}
 
         async def ask(address: str, part: Sequence[tuple[tuple[str, int], int]]) -> None:
             request = wire.ListOffsetsRequest(isolation=isolation)
@@ -295,13 +302,14 @@ class ClusterClient:
                     partition=partition,
                     timestamp_ms=what,
                     current_leader_epoch=-1,
+                    with_epochs=what == LATEST,
                 )
             reply = await self._on_leader(address, request)
             for (key, what), answer in zip(part, _all(reply.answers, part), strict=True):
                 if answer.HasField("error"):
                     self._leaders.pop(key, None)
                     raise frames.raise_error(answer.error)
-                found[key, what] = answer.offset
+                found[key, what] = answer
 
         await asyncio.gather(*[ask(*each) for each in by_leader.items()])
         return found
@@ -392,7 +400,7 @@ class ClusterClient:
         asked = [(key, what) for key in keys for what in (EARLIEST_LOCAL, TIERED_END)]
         found = self._process.run(self._retried(lambda: self._list(asked, READ_COMMITTED)))
         return {
-            one: (found[key, EARLIEST_LOCAL], found[key, TIERED_END])
+            one: (found[key, EARLIEST_LOCAL].offset, found[key, TIERED_END].offset)
             for one, key in zip(ranges, keys, strict=True)
         }
 

@@ -1,9 +1,13 @@
 """The progress of a query: the offsets in Spark's checkpoint, and the ranges between two of them.
 
-A `SourceProgress` maps a topic's name to its id and to the next offset of each partition.  Spark
-stores it as JSON:
+A `SourceProgress` maps a topic's name to its id, to the next offset of each partition, and to the
+leader epoch of the record before that offset.  Spark stores it as JSON:
 
-    {"v": 1, "topics": {"flights": {"id": "<uuid>", "offsets": {"0": 123, "1": 456}}}}
+    {"v": 1, "topics": {"flights":
+        {"id": "<uuid>", "offsets": {"0": 123, "1": 456}, "epochs": {"0": 4, "1": 4}}}}
+
+A partition has no epoch if its offset is 0, if the leader no longer knows the epoch, or if a build
+wrote the checkpoint that did not store epochs.
 
 Spark compares two offsets as *text*.  Equal progress must therefore have equal JSON: topics are
 sorted by name, partitions by number.
@@ -17,6 +21,9 @@ Invariants
       reported loss, and a new partition, which begins at its earliest offset.
   O3  A topic that was deleted and re-created is another log: its offsets are never compared with
       those of the old topic (rule L8).
+  O4  If the record before a stored offset has another leader epoch now, an unclean election cut the
+      log below the offset (KIP-320).  `between` reports the range that was cut as a loss, and reads
+      from where the stored epoch ends (rule S4).
 """
 
 from __future__ import annotations
@@ -26,7 +33,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from pk import errors
+from pk.log.epochs import LeaderEpochs
 from pk.sparkconnector.options import EARLIEST, LATEST, OffsetRangeLimit
+from pk.types import NONE, EpochStart
 
 VERSION = 1
 
@@ -39,6 +48,7 @@ class Bounds(NamedTuple):
     partition: int
     earliest: int
     latest: int  #: the LSO for read_committed, else the high watermark
+    epochs: tuple[EpochStart, ...] = ()  #: the newest leader epochs of the partition's log
 
 
 @dataclass(slots=True, frozen=True)
@@ -47,6 +57,7 @@ class TopicProgress:
 
     topic_id: str
     offsets: dict[int, int] = field(default_factory=dict)
+    epochs: dict[int, int] = field(default_factory=dict)  #: of the record before each offset
 
 
 SourceProgress = dict[str, TopicProgress]
@@ -81,32 +92,40 @@ def to_json(progress: SourceProgress) -> dict[str, Any]:
             topic: {
                 "id": progress[topic].topic_id,
                 "offsets": {str(p): int(o) for p, o in sorted(progress[topic].offsets.items())},
+                **_epochs_json(progress[topic]),
             }
             for topic in sorted(progress)
         },
     }
 
 
+def _epochs_json(topic: TopicProgress) -> dict[str, Any]:
+    if not topic.epochs:
+        return {}
+    return {"epochs": {str(p): int(e) for p, e in sorted(topic.epochs.items())}}
+
+
 def from_json(stored: Mapping[str, Any]) -> SourceProgress:
     """Parse the JSON of a checkpoint.
 
-    Raises `InvalidOption` if pk did not write it, `UnsupportedFeature` if a newer pk did.
+    Raises `InvalidOption` if pk did not write it, `NewerFormat` if a newer pk did: its version is
+    higher, or it has fields that this build does not know.
     """
     version = stored.get("v")
     if isinstance(version, int) and version > VERSION:
-        raise errors.UnsupportedFeature(
-            f"the checkpoint has offsets of format {version}; this pk reads up to {VERSION}"
+        raise errors.NewerFormat(
+            f"the checkpoint has offsets of format {version}; this pk reads up to {VERSION}: "
+            "run the query with a newer pk"
         )
     try:
         if version != VERSION:
             raise ValueError(version)
+        _refuse_unknown(set(stored) - {"v", "topics"})
+        for entry in stored["topics"].values():
+            _refuse_unknown(set(entry) - {"id", "offsets", "epochs"})
         return {
             str(topic): TopicProgress(
-                str(entry["id"]),
-                {
-                    int(p): int(o)
-                    for p, o in sorted(entry["offsets"].items(), key=lambda i: int(i[0]))
-                },
+                str(entry["id"]), _numbers(entry["offsets"]), _numbers(entry.get("epochs", {}))
             )
             for topic, entry in sorted(stored["topics"].items())
         }
@@ -117,6 +136,18 @@ def from_json(stored: Mapping[str, Any]) -> SourceProgress:
         ) from cause
 
 
+def _numbers(stored: Mapping[str, Any]) -> dict[int, int]:
+    return {int(p): int(o) for p, o in sorted(stored.items(), key=lambda each: int(each[0]))}
+
+
+def _refuse_unknown(fields: Iterable[str]) -> None:
+    if fields:
+        raise errors.NewerFormat(
+            f"the checkpoint's offsets have fields that this pk does not know "
+            f"({', '.join(sorted(fields))}): run the query with a newer pk"
+        )
+
+
 def of(bounds: Iterable[Bounds], chosen: Mapping[tuple[str, int], int]) -> SourceProgress:
     """Return a progress with the `chosen` offsets for the partitions of `bounds`."""
     progress: SourceProgress = {}
@@ -124,6 +155,33 @@ def of(bounds: Iterable[Bounds], chosen: Mapping[tuple[str, int], int]) -> Sourc
         entry = progress.setdefault(one.topic, TopicProgress(one.topic_id))
         entry.offsets[one.partition] = chosen[one.topic, one.partition]
     return progress
+
+
+def with_epochs(progress: SourceProgress, bounds: Iterable[Bounds]) -> SourceProgress:
+    """Return the progress with the leader epoch of the record before each offset, where known."""
+    found = {
+        topic: TopicProgress(entry.topic_id, dict(entry.offsets))
+        for topic, entry in progress.items()
+    }
+    for one in bounds:
+        entry = found.get(one.topic)
+        if entry is None or entry.topic_id != one.topic_id or one.partition not in entry.offsets:
+            continue
+        epoch = _epochs_of(one).epoch_of(entry.offsets[one.partition] - 1)
+        if epoch != NONE:
+            entry.epochs[one.partition] = epoch
+    return found
+
+
+def same_offsets(one: SourceProgress, other: SourceProgress) -> bool:
+    """Return whether two progresses have equal topics and offsets; epochs do not count."""
+    return {topic: (entry.topic_id, entry.offsets) for topic, entry in one.items()} == {
+        topic: (entry.topic_id, entry.offsets) for topic, entry in other.items()
+    }
+
+
+def _epochs_of(one: Bounds) -> LeaderEpochs:
+    return LeaderEpochs(list(one.epochs))
 
 
 def latest(bounds: Iterable[Bounds]) -> SourceProgress:
@@ -229,7 +287,7 @@ def _explicit(offset: int, one: Bounds, name: str) -> tuple[int, list[Loss]]:
 def between(
     start: SourceProgress, end: SourceProgress, bounds: Iterable[Bounds]
 ) -> tuple[list[Range], list[Loss]]:
-    """Return the ranges from `start` to `end` that can be read now, and the losses (O2, O3)."""
+    """Return the ranges from `start` to `end` that can be read now, and the losses (O2 to O4)."""
     now = {(one.topic, one.partition): one for one in bounds}
     losses = _vanished(start, end)
     ranges: list[Range] = []
@@ -246,11 +304,39 @@ def between(
                     losses.append(_recreated(topic) if one else _gone(topic, partition))
                 continue
             new = begin is None and topic in start and before is not None
+            if before is not None and begin is not None:
+                begin, lost = _cut(one, begin, before.epochs.get(partition, NONE))
+                losses += lost
+            stop, lost = _cut(one, stop, end[topic].epochs.get(partition, NONE))
+            losses += lost
+            if lost:  # the next batch begins at the same place
+                stop = max(stop, begin or 0)
             found, lost = _one_range(one, begin, stop, new)
             losses += lost
             if found.size:
                 ranges.append(found)
     return ranges, list(dict.fromkeys(losses))
+
+
+def _cut(one: Bounds, offset: int, epoch: int) -> tuple[int, list[Loss]]:
+    """Return where to read from, and the loss, if the record before `offset` is another one (O4).
+
+    A log that ends below `offset` is no matter of this function: `_one_range` reports it.
+    """
+    epochs = _epochs_of(one)
+    now = epochs.epoch_of(offset - 1)
+    if NONE in (epoch, now) or epoch == now:
+        return offset, []
+    ended = epochs.end_offset_for(epoch, one.latest).start_offset
+    at = offset - 1 if ended == NONE else min(ended, offset - 1)
+    return max(at, one.earliest), [
+        Loss(
+            False,
+            f"offsets [{at}, {offset}) of {one.topic}-{one.partition} were cut by an unclean "
+            f"election: the record before offset {offset} was of leader epoch {epoch}, and is of "
+            f"epoch {now} now",
+        )
+    ]
 
 
 def _one_range(one: Bounds, begin: int | None, stop: int, new: bool) -> tuple[Range, list[Loss]]:

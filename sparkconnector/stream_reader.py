@@ -66,7 +66,8 @@ class PkStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     @sentence_alone
     def initialOffset(self) -> dict[str, Any]:
         bounds = self._planner.bounds()
-        return offsets.to_json(self._planner.at(self._source.starting, bounds, "startingOffsets"))
+        begin = self._planner.at(self._source.starting, bounds, "startingOffsets")
+        return offsets.to_json(offsets.with_epochs(begin, bounds))
 
     @sentence_alone
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
@@ -81,11 +82,11 @@ class PkStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             return start
         limited = wanted if unlimited else self._limited(wanted)
         reached = _advanced(begin, end, bounds, limited)
-        if offsets.to_json(reached) == offsets.to_json(begin):
+        if offsets.same_offsets(reached, begin):
             return start  # B1
         self._turn += 1
         self._last_batch_s = clock.monotonic_s()
-        return offsets.to_json(reached)
+        return offsets.to_json(offsets.with_epochs(reached, bounds))
 
     def getDefaultReadLimit(self) -> ReadLimit:
         source = self._source

@@ -38,6 +38,8 @@ TIERED_END = -5
 DELETE_WAIT_MS = 10_000
 QUERIES_MAX = 100_000
 SAMPLES_MAX = 10_000
+#: So many of the newest leader epochs are sent with an answer to "latest".
+EPOCHS_MAX = 64
 #: Most concurrent look-ups in the tier of one request.
 TIER_LOOKUPS = 8
 
@@ -123,6 +125,9 @@ def _answer_at_once(
         if asked != LATEST:
             return _Lookup(answer, partition, leader, asked, partition.bound(isolation))
         answer.offset, answer.leader_epoch = partition.bound(isolation), leader.leader_epoch
+        if query.with_epochs:
+            for epoch, start in log.epochs.entries[-EPOCHS_MAX:]:
+                answer.epochs.add(epoch=epoch, start_offset=start)
         return None
     answer.offset = {
         EARLIEST: log.log_start,

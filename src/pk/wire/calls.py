@@ -28,7 +28,8 @@ from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 from pk.world import Disconnected, Network, Stream, StreamKind
 
-PROTOCOL = 1
+PROTOCOL = 1  #: the highest number of the protocol that this build speaks
+PROTOCOL_MIN = 1  #: the lowest one
 CALLS_MAX = 256
 #: The peer that opened a stream must send its hello within this time; a client gives up earlier.
 HELLO_TIMEOUT_MS = 5_000
@@ -69,7 +70,10 @@ async def open_stream(
     except (Disconnected, OSError) as cause:
         raise errors.BrokerUnavailable(f"{address}: {cause}") from cause
     try:
-        await stream.send(frames.encode(head_of(hello)))
+        offer = wire.Hello()
+        offer.CopyFrom(hello)
+        offer.protocol_min = hello.protocol_min or PROTOCOL_MIN
+        await stream.send(frames.encode(head_of(offer)))
         raw = await stream.recv()
         if raw is None:
             raise Disconnected("closed before the hello")
@@ -90,7 +94,32 @@ async def open_stream(
     if head.HasField("error"):
         stream.close()
         raise frames.raise_error(head.error)
+    if not PROTOCOL_MIN <= head.hello_reply.protocol <= PROTOCOL:
+        stream.close()
+        raise errors.UnsupportedFeature(
+            f"{address} answered with protocol {head.hello_reply.protocol}; this pk speaks "
+            f"{_range(PROTOCOL_MIN, PROTOCOL)}"
+        )
     return stream, head.hello_reply
+
+
+def common_protocol(hello: wire.Hello, lowest: int, highest: int) -> int:
+    """Return the highest protocol number that a peer and this node speak (rule P8).
+
+    A peer that does not say its lowest number speaks only one.  Raises `UnsupportedFeature`.
+    """
+    peer_lowest = hello.protocol_min or hello.protocol
+    common = min(hello.protocol, highest)
+    if common < max(peer_lowest, lowest):
+        raise errors.UnsupportedFeature(
+            f"the peer speaks the protocol {_range(peer_lowest, hello.protocol)}, this server "
+            f"{_range(lowest, highest)}: use builds of pk that have one in common"
+        )
+    return common
+
+
+def _range(lowest: int, highest: int) -> str:
+    return str(highest) if lowest == highest else f"{lowest} to {highest}"
 
 
 def _unknown(_hello: wire.Hello) -> bool:
@@ -118,10 +147,6 @@ async def accept_stream(
         refusal: errors.PkError | None = None
         if head.WhichOneof("body") != "hello":
             refusal = errors.InvalidRequest("the first frame of a stream must be a hello")
-        elif head.hello.protocol != PROTOCOL:
-            refusal = errors.UnsupportedFeature(
-                f"protocol {head.hello.protocol}; this server speaks {PROTOCOL}"
-            )
         elif (
             head.hello.cluster_id and reply.cluster_id and head.hello.cluster_id != reply.cluster_id
         ):
@@ -129,12 +154,13 @@ async def accept_stream(
                 f"you ask for cluster {head.hello.cluster_id}, this is {reply.cluster_id}"
             )
         if refusal is not None:
-            await stream.send(frames.encode(error_head(0, refusal)))
-            stream.close()
-            return None
+            raise refusal
+        spoken = wire.HelloReply()
+        spoken.CopyFrom(reply)
+        spoken.protocol = common_protocol(head.hello, PROTOCOL_MIN, PROTOCOL)
         stream.admit(known(head.hello))
-        await stream.send(frames.encode(head_of(reply)))
-    except (errors.CorruptBatch, errors.ThrottledError) as cause:
+        await stream.send(frames.encode(head_of(spoken)))
+    except errors.PkError as cause:
         await stream.send(frames.encode(error_head(0, cause)))
         stream.close()
         return None

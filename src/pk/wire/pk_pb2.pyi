@@ -457,6 +457,7 @@ Global___Head: _TypeAlias = Head  # noqa: Y015
 class Hello(_message.Message):
     """First frame of every stream, answered before anything else.
     incarnation_id: of a registered broker, drawn at its start; with node_id it proves who is speaking (L17).
+    protocol: the highest number that the peer speaks; protocol_min: the lowest (0 = the same)
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -467,12 +468,14 @@ class Hello(_message.Message):
     CLUSTER_ID_FIELD_NUMBER: _builtins.int
     NODE_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_ID_FIELD_NUMBER: _builtins.int
+    PROTOCOL_MIN_FIELD_NUMBER: _builtins.int
     client_id: _builtins.str
     build: _builtins.str
     protocol: _builtins.int
     cluster_id: _builtins.str
     node_id: _builtins.int
     incarnation_id: _builtins.str
+    protocol_min: _builtins.int
     def __init__(
         self,
         *,
@@ -482,10 +485,11 @@ class Hello(_message.Message):
         cluster_id: _builtins.str = ...,
         node_id: _builtins.int = ...,
         incarnation_id: _builtins.str = ...,
+        protocol_min: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "client_id", b"client_id", "cluster_id", b"cluster_id", "incarnation_id", b"incarnation_id", "node_id", b"node_id", "protocol", b"protocol"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "client_id", b"client_id", "cluster_id", b"cluster_id", "incarnation_id", b"incarnation_id", "node_id", b"node_id", "protocol", b"protocol", "protocol_min", b"protocol_min"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -493,6 +497,8 @@ Global___Hello: _TypeAlias = Hello  # noqa: Y015
 
 @_typing.final
 class HelloReply(_message.Message):
+    """protocol: the number that this stream speaks"""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     CLUSTER_ID_FIELD_NUMBER: _builtins.int
@@ -1189,10 +1195,12 @@ class OffsetQuery(_message.Message):
     PARTITION_FIELD_NUMBER: _builtins.int
     CURRENT_LEADER_EPOCH_FIELD_NUMBER: _builtins.int
     TIMESTAMP_MS_FIELD_NUMBER: _builtins.int
+    WITH_EPOCHS_FIELD_NUMBER: _builtins.int
     topic_id: _builtins.str
     partition: _builtins.int
     current_leader_epoch: _builtins.int
     timestamp_ms: _builtins.int
+    with_epochs: _builtins.bool
     def __init__(
         self,
         *,
@@ -1200,10 +1208,11 @@ class OffsetQuery(_message.Message):
         partition: _builtins.int = ...,
         current_leader_epoch: _builtins.int = ...,
         timestamp_ms: _builtins.int = ...,
+        with_epochs: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["current_leader_epoch", b"current_leader_epoch", "partition", b"partition", "timestamp_ms", b"timestamp_ms", "topic_id", b"topic_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["current_leader_epoch", b"current_leader_epoch", "partition", b"partition", "timestamp_ms", b"timestamp_ms", "topic_id", b"topic_id", "with_epochs", b"with_epochs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1211,6 +1220,8 @@ Global___OffsetQuery: _TypeAlias = OffsetQuery  # noqa: Y015
 
 @_typing.final
 class OffsetAnswer(_message.Message):
+    """epochs: the newest entries of the leader epoch cache, if with_epochs was asked with "latest" (KIP-320)"""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TOPIC_ID_FIELD_NUMBER: _builtins.int
@@ -1219,6 +1230,7 @@ class OffsetAnswer(_message.Message):
     TIMESTAMP_MS_FIELD_NUMBER: _builtins.int
     LEADER_EPOCH_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    EPOCHS_FIELD_NUMBER: _builtins.int
     topic_id: _builtins.str
     partition: _builtins.int
     offset: _builtins.int
@@ -1226,6 +1238,8 @@ class OffsetAnswer(_message.Message):
     leader_epoch: _builtins.int
     @_builtins.property
     def error(self) -> Global___Error: ...
+    @_builtins.property
+    def epochs(self) -> _containers.RepeatedCompositeFieldContainer[Global___EpochStart]: ...
     def __init__(
         self,
         *,
@@ -1235,10 +1249,11 @@ class OffsetAnswer(_message.Message):
         timestamp_ms: _builtins.int = ...,
         leader_epoch: _builtins.int = ...,
         error: Global___Error | None = ...,
+        epochs: _abc.Iterable[Global___EpochStart] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "leader_epoch", b"leader_epoch", "offset", b"offset", "partition", b"partition", "timestamp_ms", b"timestamp_ms", "topic_id", b"topic_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epochs", b"epochs", "error", b"error", "leader_epoch", b"leader_epoch", "offset", b"offset", "partition", b"partition", "timestamp_ms", b"timestamp_ms", "topic_id", b"topic_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -13,6 +13,7 @@ from pk import errors
 from pk.sparkconnector import offsets
 from pk.sparkconnector.offsets import Bounds, Range, TopicProgress
 from pk.sparkconnector.options import OffsetRangeLimit
+from pk.types import EpochStart
 
 topics = st.dictionaries(
     st.sampled_from(["a", "b", "flights", "z.9"]),
@@ -63,7 +64,7 @@ def test_a_checkpoint_of_another_source_is_refused(stored):
 
 
 def test_a_newer_checkpoint_is_refused_by_name():
-    with pytest.raises(errors.UnsupportedFeature, match="format 2"):
+    with pytest.raises(errors.NewerFormat, match="format 2"):
         offsets.from_json({"v": 2, "topics": {}})
 
 
@@ -186,3 +187,84 @@ def test_explicit_offsets_outside_the_log_are_losses():
 def test_json_offsets_name_exactly_the_partitions_read(given, word):
     with pytest.raises(errors.InvalidOption, match=word):
         offsets.at_position(OffsetRangeLimit("offsets", offsets=given), PAIR, {}, "startingOffsets")
+
+
+# -- leader epochs (offsets O4) --------------------------------------------------------------------
+
+
+def epoch_bounds(latest: int, *epochs: tuple[int, int], earliest: int = 0) -> Bounds:
+    return Bounds("t", "id", 0, earliest, latest, tuple(EpochStart(*each) for each in epochs))
+
+
+def at(offset: int, epoch: int) -> offsets.SourceProgress:
+    return {"t": TopicProgress("id", {0: offset}, {0: epoch})}
+
+
+def test_the_epoch_stored_is_that_of_the_record_before_the_offset():
+    one = epoch_bounds(100, (3, 0), (5, 60))
+    for offset, epoch in ((1, 3), (60, 3), (61, 5), (100, 5)):
+        found = offsets.with_epochs(progress(offset), [one])
+        assert found == at(offset, epoch)
+        assert offsets.from_json(json.loads(json.dumps(offsets.to_json(found)))) == found
+    assert offsets.with_epochs(progress(0), [one])["t"].epochs == {}
+    assert offsets.with_epochs(progress(9, topic_id="other"), [one])["t"].epochs == {}
+    assert offsets.with_epochs(progress(9), [epoch_bounds(100, (5, 60))])["t"].epochs == {}
+
+
+def test_a_new_leader_epoch_is_no_progress():
+    assert offsets.same_offsets(at(60, 3), progress(60))
+    assert not offsets.same_offsets(at(60, 3), at(61, 3))
+
+
+def test_what_an_unclean_election_cut_is_a_loss_and_what_replaced_it_is_read():
+    """The log was cut at 80 and is longer than before: only the epoch shows it."""
+    one = epoch_bounds(150, (3, 0), (6, 80))
+    ranges, losses = offsets.between(at(100, 3), offsets.latest([one]), [one])
+    assert ranges == [Range("t", "id", 0, 80, 150)]
+    assert "[80, 100) of t-0 were cut by an unclean election" in losses[0].words
+    assert len(losses) == 1
+
+
+def test_a_log_that_was_not_cut_is_read_on():
+    for epochs in ([(3, 0), (6, 100)], [(3, 0), (6, 120)], [(3, 0)], [], [(6, 120)]):
+        one = epoch_bounds(150, *epochs)
+        ranges, losses = offsets.between(at(100, 3), offsets.latest([one]), [one])
+        assert ranges == [Range("t", "id", 0, 100, 150)]
+        assert losses == []
+
+
+def test_a_checkpoint_without_epochs_is_read():
+    one = epoch_bounds(150, (3, 0), (6, 80))
+    ranges, losses = offsets.between(progress(100), offsets.latest([one]), [one])
+    assert (ranges, losses) == ([Range("t", "id", 0, 100, 150)], [])
+
+
+def test_an_epoch_that_the_leader_never_had_is_a_loss():
+    one = epoch_bounds(150, (2, 0))
+    ranges, losses = offsets.between(at(100, 3), offsets.latest([one]), [one])
+    assert ranges == [Range("t", "id", 0, 99, 150)]
+    assert "was of leader epoch 3, and is of epoch 2 now" in losses[0].words
+
+
+def test_batches_stay_adjacent_if_the_log_is_cut_after_the_batch_was_planned():
+    """failOnDataLoss=false: every record that is there is read once."""
+    cut = epoch_bounds(150, (3, 0), (6, 80))
+    first, _ = offsets.between(at(50, 3), at(100, 3), [cut])
+    then, _ = offsets.between(at(100, 3), offsets.latest([cut]), [cut])
+    assert [(each.start, each.end) for each in first + then] == [(50, 80), (80, 150)]
+    nothing, _ = offsets.between(at(100, 3), at(100, 3), [cut])
+    assert nothing == []
+    nothing, _ = offsets.between(at(90, 3), at(100, 3), [cut])
+    assert nothing == []
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {"v": 1, "topics": {}, "x": 1},
+        {"v": 1, "topics": {"t": {"id": "a", "offsets": {}, "groups": {}}}},
+    ],
+)
+def test_a_field_of_a_newer_build_is_refused_by_name(stored):
+    with pytest.raises(errors.NewerFormat, match="newer pk"):
+        offsets.from_json(stored)

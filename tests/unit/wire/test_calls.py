@@ -16,6 +16,7 @@ from pk.wire.calls import (
     PROTOCOL,
     Caller,
     accept_stream,
+    common_protocol,
     head_of,
     open_stream,
     serve_control,
@@ -191,7 +192,9 @@ def test_the_hello_is_checked() -> None:
         with pytest.raises(errors.ClusterIdMismatch):
             await scene.caller(cluster_id="other").connect()
         with pytest.raises(errors.UnsupportedFeature):
-            await scene.caller(protocol=99).connect()
+            await scene.caller(protocol=99, protocol_min=99).connect()
+        newer = await scene.caller(protocol=99).connect()
+        assert newer.protocol == PROTOCOL, "the highest number that both speak"
         for first in (b"", b"\xff\xff\xff\x7fjunk", frames.encode(head_of(ASK))):
             stream = await scene.client.network.connect(ADDRESS, StreamKind.CONTROL)
             await stream.send(first)
@@ -308,3 +311,23 @@ def test_what_is_closed_while_it_connects_leaves_no_stream() -> None:
         assert asked == []
 
     play(story)
+
+
+@pytest.mark.parametrize(
+    ("peer", "mine", "common"),
+    [((1, 1), (1, 1), 1), ((1, 3), (2, 5), 3), ((2, 5), (1, 3), 3), ((0, 2), (1, 3), 2)],
+)
+def test_the_highest_common_protocol_is_spoken(
+    peer: tuple[int, int], mine: tuple[int, int], common: int
+) -> None:
+    hello = wire.Hello(protocol_min=peer[0], protocol=peer[1])
+    assert common_protocol(hello, *mine) == common
+
+
+@pytest.mark.parametrize(("peer", "mine"), [((3, 4), (1, 2)), ((1, 2), (3, 4)), ((0, 9), (1, 3))])
+def test_no_common_protocol_is_refused_with_both_ranges(
+    peer: tuple[int, int], mine: tuple[int, int]
+) -> None:
+    hello = wire.Hello(protocol_min=peer[0], protocol=peer[1])
+    with pytest.raises(errors.UnsupportedFeature, match="in common"):
+        common_protocol(hello, *mine)
