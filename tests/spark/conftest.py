@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -135,6 +136,36 @@ def patiently() -> Callable[..., Any]:
         raise AssertionError("the machine is too busy for Spark's Python workers")
 
     return started
+
+
+@pytest.fixture
+def run_available(patiently):
+    """`run_available(frame, checkpoint, into)`: until everything there is now has been read; the
+    query.
+    """
+    return partial(_run_available, patiently)
+
+
+def _run_available(patiently, frame, checkpoint, into):
+    writer = (
+        frame.selectExpr("partition", "offset", "CAST(value AS STRING) AS value")
+        .writeStream.format("parquet")
+        .option("path", str(into))
+        .option("checkpointLocation", str(checkpoint))
+        .trigger(availableNow=True)
+    )
+    return patiently(writer.start, lambda query: query.awaitTermination(400))
+
+
+@pytest.fixture
+def seen(spark) -> Callable[[Any], list[tuple[int, int]]]:
+    """`seen(into)`: partition and offset of every row that a query wrote there, sorted."""
+
+    def found(into: Any) -> list[tuple[int, int]]:
+        rows = spark.read.parquet(str(into)).select("partition", "offset").collect()
+        return sorted(tuple(row) for row in rows)
+
+    return found
 
 
 @pytest.fixture

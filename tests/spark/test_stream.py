@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from functools import partial
 
 import pytest
 from pyspark.errors import StreamingQueryException
@@ -18,31 +17,9 @@ def stream(spark, cluster, topic, **options):
     return reader.options(**given).load()
 
 
-@pytest.fixture
-def run_available(patiently):
-    """`run_available(frame, checkpoint, into)`: until everything there is now has been read; the
-    query.
-    """
-    return partial(_run_available, patiently)
-
-
-def _run_available(patiently, frame, checkpoint, into):
-    writer = (
-        frame.selectExpr("partition", "offset", "CAST(value AS STRING) AS value")
-        .writeStream.format("parquet")
-        .option("path", str(into))
-        .option("checkpointLocation", str(checkpoint))
-        .trigger(availableNow=True)
-    )
-    return patiently(writer.start, lambda query: query.awaitTermination(400))
-
-
-def seen(spark, into) -> list[tuple[int, int]]:
-    found = spark.read.parquet(str(into)).select("partition", "offset").collect()
-    return sorted(tuple(row) for row in found)
-
-
-def test_available_now_ends_although_records_keep_coming(spark, cluster, tmp_path, run_available):
+def test_available_now_ends_although_records_keep_coming(
+    spark, cluster, tmp_path, run_available, seen
+):
     topic = cluster.topic(2, tier_enable=False)
     cluster.fill(topic, 1000)
     stop = threading.Event()
@@ -71,11 +48,11 @@ def test_available_now_ends_although_records_keep_coming(spark, cluster, tmp_pat
     query = run_available(stream(spark, cluster, topic), tmp_path / "checkpoint", tmp_path / "out")
     ends = cluster.admin.offsets(topic)
     expected = sorted((place.partition, o) for place, end in ends.items() for o in range(end))
-    assert seen(spark, tmp_path / "out") == expected
+    assert seen(tmp_path / "out") == expected
 
 
 def test_a_batch_that_was_not_committed_is_read_again_alike(
-    spark, cluster, tmp_path, run_available
+    spark, cluster, tmp_path, run_available, seen
 ):
     """A crash between the offset log and the commit: same range, no gap, no other end."""
     topic = cluster.topic(2, tier_enable=False)
@@ -91,7 +68,7 @@ def test_a_batch_that_was_not_committed_is_read_again_alike(
     assert (tmp_path / "checkpoint" / "offsets" / "0").read_text() == before
     assert [p.numInputRows for p in query.recentProgress if p.numInputRows] == [300, 100]
     ends = cluster.admin.offsets(topic)
-    assert seen(spark, tmp_path / "second") == sorted(
+    assert seen(tmp_path / "second") == sorted(
         (place.partition, o) for place, end in ends.items() for o in range(end)
     )
 
@@ -118,7 +95,7 @@ def test_an_idle_query_makes_no_batches_and_wakes_up(spark, cluster, tmp_path, p
 
 
 def test_records_that_aged_out_fail_the_query_unless_told_otherwise(
-    spark, cluster, tmp_path, run_available
+    spark, cluster, tmp_path, run_available, seen
 ):
     topic = cluster.topic(1, tier_enable=False)
     cluster.fill(topic, 50)
@@ -129,7 +106,7 @@ def test_records_that_aged_out_fail_the_query_unless_told_otherwise(
         run_available(stream(spark, cluster, topic), tmp_path / "checkpoint", tmp_path / "out")
     forgiving = stream(spark, cluster, topic, failOnDataLoss="false")
     run_available(forgiving, tmp_path / "checkpoint", tmp_path / "out")
-    assert seen(spark, tmp_path / "out") == [(0, o) for o in (*range(50), *range(70, 100))]
+    assert seen(tmp_path / "out") == [(0, o) for o in (*range(50), *range(70, 100))]
 
 
 def test_a_recreated_topic_is_named(spark, cluster, tmp_path, run_available):

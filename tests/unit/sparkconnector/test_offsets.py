@@ -189,7 +189,7 @@ def test_json_offsets_name_exactly_the_partitions_read(given, word):
         offsets.at_position(OffsetRangeLimit("offsets", offsets=given), PAIR, {}, "startingOffsets")
 
 
-# -- leader epochs (offsets O4) --------------------------------------------------------------------
+# -- leader epochs (sparkconnector/offsets O4) ----------------------------------------------------
 
 
 def epoch_bounds(latest: int, *epochs: tuple[int, int], earliest: int = 0) -> Bounds:
