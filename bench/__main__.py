@@ -1,8 +1,8 @@
 """`python -m bench NAME … [--json] [--rounds N] [--scale X] [--only VARIANT,…] [--write FILE]`.
 
-NAME is one of the cases, several of them, or `all`.  With `--json` standard output is one line a
-case; what happens meanwhile goes to standard error.  A case that fails is told and left out, the
-others are measured; the exit code is 1 then.
+NAME is one case, several cases, or `all`.  With `--json`, standard output has one line per case;
+progress goes to standard error.  A case that fails is reported and left out of the result; the
+other cases are measured, and the exit code is 1.
 """
 
 from __future__ import annotations

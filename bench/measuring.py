@@ -108,7 +108,10 @@ class Bench:
         return {party.name: party.description for party in self._started}
 
     def wake(self, *wanted: Party) -> None:
-        """These and nobody else; in their order, each settled before the next (bench M2)."""
+        """Let only the `wanted` parties run, and freeze the others (bench M2).
+
+        The wanted parties start in their order; each has settled before the next one starts.
+        """
         for party in reversed([one for one in self._awake if one not in wanted]):
             sides.freeze(party)
             self._awake.remove(party)

@@ -137,7 +137,7 @@ def _bar(row: Row, top: int) -> list[str]:
 
 
 def write(path: Path, lines: Sequence[Figures]) -> None:
-    """Merge `lines` into the store beside `path`, and make the page and the plot anew."""
+    """Merge `lines` into the store beside `path`, and write the page and the plot again."""
     store = path.with_suffix(".jsonl")
     whole = report.merged(report.stored(store), lines)
     store.write_text("".join(json.dumps(each) + "\n" for each in whole))

@@ -75,7 +75,7 @@ def _send_batches(producer: Any, topic: str, batches: Iterator[pa.RecordBatch]) 
 
 
 def _send_records(producer: Any, topic: str, rows: Iterator[bytes], count: int) -> int:
-    """`send` per record; nobody looks at the futures, `_stored` looks at the log instead."""
+    """Call `send` once per record.  The futures are ignored; `_stored` checks the log instead."""
     send = producer.send
     for value in islice(rows, count):
         send(topic, value)

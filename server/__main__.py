@@ -30,7 +30,7 @@ class WithoutPandas(importlib.abc.MetaPathFinder):
 
 
 def main() -> int:
-    """Run one role until it is told to stop."""
+    """Run one role until it is asked to stop; return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m pk.server", description=__doc__)
     parser.add_argument("role", choices=ROLES)
     parser.add_argument("--run", required=True, help="the run directory that holds config.json")

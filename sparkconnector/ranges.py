@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from pk.sparkconnector.offsets import Range
 
-#: Compressed bytes of tier files that one task reads by default.
+#: Compressed bytes of tier files that a task reads by default.
 COLD_TASK_BYTES = 128 * 1024 * 1024
 
 

@@ -1,8 +1,9 @@
 """The house rules as tests: layers, core purity, bounds, citations, prose (docs/STYLE.md).
 
-Every rule is a pure function of a source text, so that each also has a canary: a text that breaks
-the rule and must be caught.  A module is a pure core (•) unless its name stands below among the
-world-generic (◇) or the shells (◦): whoever touches the operating system says so here.
+Every rule is a pure function of a source text.  So each rule has a canary, too: a text that breaks
+the rule and must be caught.  A module is a pure core (•) unless its name is listed below among the
+world-generic modules (◇) or the shells (◦): every module that touches the operating system is named
+here.
 """
 
 from __future__ import annotations

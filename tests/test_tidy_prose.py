@@ -1,8 +1,6 @@
 """Plain English in docstrings, comments and pages (docs/STYLE.md, Prose).
 
-The constructions below are the most common ones that docs/STYLE.md forbids.  Older prose still has
-them: `MAXIMUM` says how many each folder may have.  Whoever removes some lowers the number; nothing
-raises it.
+The constructions below are the most common ones that docs/STYLE.md forbids.
 
 As in tests/test_tidy.py, a rule is a pure function of a source text and has a canary.
 """
@@ -22,11 +20,6 @@ FORBIDDEN = [
     "what is gone", "(?:is|are|was|were|be|been) told", "tells? of", "hears? of", "comes? to be",
 ]  # fmt: skip
 CONSTRUCTION = re.compile(rf"\b(?:{'|'.join(FORBIDDEN)})\b", re.IGNORECASE)
-#: Of a top-level folder; 0 for the others.
-MAXIMUM = {
-    ".": 0, "bench": 9, "client": 2, "docs": 0, "log": 0, "server": 60, "sim": 0,
-    "sparkconnector": 2, "src": 12, "tests": 280, "tiering": 0,
-}  # fmt: skip
 #: They name the forbidden constructions, or are a record of what was.
 EXCEPT = {"docs/STYLE.md", "docs/sim-long.md", "CHANGELOG.md", "tests/test_tidy_prose.py"}
 INDENTED = re.compile(r"\s+(?:#:? ?)?")
@@ -44,21 +37,9 @@ def read() -> list[str]:
     return [path for path in [*python_files(), *pages] if path not in EXCEPT]
 
 
-def test_prose_gets_plainer() -> None:
-    found: dict[str, list[str]] = {}
-    for path in read():
-        folder = path.split("/")[0] if "/" in path else "."
-        found.setdefault(folder, []).extend(
-            f"{path}:{each}" for each in constructions(path, text_of(path))
-        )
-    counts = {folder: len(lines) for folder, lines in found.items()}
-    over = {
-        folder: lines for folder, lines in found.items() if counts[folder] > MAXIMUM.get(folder, 0)
-    }
-    assert not over, "\n".join(
-        [f"{folder}/ has {counts[folder]}, at most {MAXIMUM.get(folder, 0)}" for folder in over]
-        + [line for lines in over.values() for line in lines]
-    )
+def test_prose_is_plain() -> None:
+    found = [f"{path}:{each}" for path in read() for each in constructions(path, text_of(path))]
+    assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize(

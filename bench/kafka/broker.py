@@ -36,7 +36,7 @@ def properties(name: str) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A port nobody listens on now."""
+    """Return a port on which no process listens at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

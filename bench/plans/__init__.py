@@ -1,7 +1,7 @@
-"""How a round of a case goes: one class a kind of round, found by the name in the case.
+"""How a round of a case is run: one class per kind of round, found by the name in the case.
 
-A plan gets the bench, its case and variant, and how many records each role's run has.  `parties`
-says who is awake while a role is measured; everybody else is stopped (bench M2).
+A plan gets the bench, its case and variant, and the number of records of each role's run.
+`parties` returns the parties that run while a role is measured; all others are stopped (bench M2).
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class Deep(Base):
         finally:
             if role == "peer":
                 side.delete_topic(topic)
-        os.sync()  # nobody pays for what the round before left in the page cache
+        os.sync()  # else the next round would write back the dirty pages of this one
         return replace(produced, parts={"produce": produced, "tail fetch": fetched})
 
     def close(self) -> None:

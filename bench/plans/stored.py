@@ -208,7 +208,7 @@ def weights(folder: Path) -> dict[str, float]:
 
 
 def recompressed(folder: Path, level: int) -> int:
-    """Bytes of the same files written anew by tiering's own writer."""
+    """Return the size of the same files when tiering's own writer writes them at this level."""
     from pyarrow import parquet
 
     from pk.tiering.convert import FileBuilder

@@ -1,8 +1,8 @@
 """Which controller a broker asks next, while it does not know the active one.  Pure.
 
 The broker asks controllers in rounds.  In one round it asks each controller once, beginning with
-the one that a refusal named.  A controller that did not answer in time is *silent*.  Asking it
-again costs time in which another may be elected.
+the controller that a refusal named.  A controller that did not answer in time is *silent*.
+Asking it again costs time in which another may be elected.
 
 Invariants
   K4  Within a round no controller is asked twice.  A round that found no active controller is
@@ -20,7 +20,7 @@ PATIENT_ROUNDS = 5
 
 
 class ControllerSearch:
-    """The controllers that one broker knows.  `address` is the one to ask now."""
+    """The controllers that a broker knows.  `address` is the controller to ask now."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         assert addresses, "no controller to ask"

@@ -1,8 +1,9 @@
 """The broker's link to the active controller: registration, heartbeats, calls.
 
 World-generic.  Of several controllers one is active; the others refuse and name it.  The broker
-asks one after another (controller_search.py) until one registers it, and stays with that one while
-it answers heartbeats.  The stream on which a broker registered is its liveness stream (rule R7).
+asks one after another (controller_search.py) until a controller registers it, and stays with this
+controller while it answers heartbeats.  The stream on which a broker registered is its liveness
+stream (rule R7).
 While heartbeats on it are answered, the broker has *contact*.  When the stream breaks, the broker
 reconnects with jittered back-off and registers again under the same incarnation id.  Without
 contact for `broker_session_timeout_ms` it may have been fenced without knowing (rule R6).

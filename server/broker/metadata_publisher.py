@@ -63,7 +63,7 @@ POLL_WAIT_MS = 2_000
 POLL_TIMEOUT_MS = 6_000
 POLL_BYTES = 4 * 1024 * 1024
 BACKOFF_MS = (20, 1_000)
-#: Most names that one log line lists.
+#: The most names that a log line lists.
 NAMED_MAX = 20
 
 

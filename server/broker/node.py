@@ -336,10 +336,10 @@ def main(run: RunConfig) -> int:
 
 
 def open_disks(run: RunConfig) -> list[Disk]:
-    """Open the node's directories; one that was replaced since the node's start has failed.
+    """Open the node's directories.  A directory that was replaced since the node's start is failed.
 
-    For example, if a disk was unmounted, its path leads to an empty directory instead of the one
-    that the supervisor found or created.
+    For example, if a disk was unmounted, its path leads to an empty directory instead of the
+    directory that the supervisor found or created.
     """
     from pk.log import directory
     from pk.log.files import RealDisk, RealStorage

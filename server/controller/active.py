@@ -66,7 +66,7 @@ TICK_MS = 100
 LATE_MS = 20
 #: Wait before an election is tried again that failed, for example because the disk was full.
 RETRY_MS = 1_000
-#: Most names that one log line lists.
+#: The most names that a log line lists.
 NAMED_MAX = 20
 
 
@@ -100,11 +100,12 @@ class ActiveController:
         self.clocks = Clocks(run.node_id, int(run.server["broker_session_timeout_ms"]))
         self._running_since = RunningSince(world.clock) if running_since is None else running_since
         self._tasks = TaskRegistry(on_fatal)
-        self._elections_due_ms: int | None = 0  #: next attempt (A3); None: none is due
+        #: when the next attempt is due (A3); None: none is due
+        self._elections_due_ms: int | None = 0
         #: (offset, time): the image had reached `offset` at that time.  From these entries the
         #: controller computes which partitions have waited long enough.
         self._marks: deque[tuple[int, int]] = deque()
-        self._over = NONE  #: partitions leaderless since this offset or earlier waited enough
+        self._over = NONE  #: partitions without a leader since this offset or earlier have waited
         self._moves_may_end = True  #: a reassignment may be complete now (A3)
         self._ends: dict[NodeId, int] = {}  #: commands under way that end a registration (A4)
         self._losing: frozenset[PartitionKey] = frozenset()  #: an unclean election is allowed
@@ -133,7 +134,7 @@ class ActiveController:
     async def _ask_to_end(self, who: NodeId, command: Command) -> Any:
         """Like `_ask`, for a command that ends the registration of broker `who`.
 
-        Heartbeats of this broker are decided behind the command (A4).
+        Heartbeats of this broker that arrive meanwhile are decided after the command (A4).
         """
         self._ends[who] = self._ends.get(who, 0) + 1
         try:
@@ -286,7 +287,7 @@ class ActiveController:
         now_ms, came_ms = clock.monotonic_ms(), clock.wall_ms()
         broker = self._image.brokers.get(who)
         known = broker is not None and broker.broker_epoch == request.broker_epoch
-        if known:  # a heartbeat of another registration shows nothing
+        if known:  # a heartbeat of another registration does not count
             self.sessions.heartbeat(who, request.broker_epoch, stream, now_ms)
             self.clocks.observe(who, request.clock, clock.boottime_ms(), broker=True)
         retry = self._hear(request) if known else ()
@@ -336,7 +337,9 @@ class ActiveController:
         return dict(self.reports)
 
     def _hear(self, request: wire.BrokerHeartbeatRequest) -> tuple[PartitionKey, ...]:
-        """Store the report in the heartbeat; return the partitions about which it is new."""
+        """Store the report in the heartbeat; return the partitions about which it says something
+        new.
+        """
         before = self.reports.get(request.broker_id)
         report = reported(before, request, self.machine.leaderless)
         self.reports[request.broker_id] = report
@@ -377,7 +380,7 @@ class ActiveController:
                 address = self._run.peer_addresses.get(session.broker_id, broker.address)
                 stream = await self._world.network.connect(address, StreamKind.CONTROL)
         except TimeoutError:
-            return  # no answer either way: the session timeout decides
+            return  # no answer and no refusal: the session timeout decides
         except Disconnected:
             if self.sessions.is_lost(session):
                 await self._fence(session, "its stream was lost and its address refuses")
@@ -394,7 +397,7 @@ class ActiveController:
         try:
             if await self._ask_to_end(session.broker_id, fence):
                 self._say(event, broker=session.broker_id, why=why)
-        except errors.RetriableError as failure:  # a full disk, say: try again
+        except errors.RetriableError as failure:  # for example a full disk: try again
             self.sessions.retry(session)
             self._say("fence_failed", broker=session.broker_id, why=failure.message)
 
@@ -463,7 +466,7 @@ class ActiveController:
         """Whether more partitions have waited `unclean_recovery_wait_ms`; logs missing brokers."""
         image = self._image
         if self._marks and image.offset < self._marks[-1][0]:
-            self._marks.clear()  # the end of the log was cut: count again
+            self._marks.clear()  # the log was truncated: measure the wait again
             self._over = NONE
         if not self._marks or self._marks[-1][0] != image.offset:
             self._marks.append((image.offset, now_ms))

@@ -131,9 +131,10 @@ class PartitionChangeBuilder:
         self.before = before
         self.now = before
         self.led_anew = False
-        self.restated = False  #: the ISR is committed once more, for the partition epoch's sake
+        self.restated = False  #: the same ISR is written again, to begin a new partition epoch
         self.elected_uncleanly = False
-        #: Positions of who may have held what a recovery election lost; empty if there was none.
+        #: The replicas that may have held records which a recovery election lost, with their
+        #: positions; empty if there was no such election.
         self.at_risk: Mapping[NodeId, EpochAndEnd | None] = {}
         self._min_isr = max(1, min_insync_replicas)
 
@@ -194,7 +195,7 @@ class PartitionChangeBuilder:
         if self.now.isr and (self.now.elr or self.now.last_known):
             self.now = replace(self.now, elr=(), last_known=())
 
-    # -- somebody leads -------------------------------------------------------------------------
+    # -- electing a leader ----------------------------------------------------------------------
 
     def elect(self, cluster: LeaderEligibility, *, may_lose: bool = False) -> bool:
         """Elect a leader for a leaderless partition by the first table of the module.

@@ -1,15 +1,15 @@
-"""What a decision of the controller changes, as lines for the log of its process.
+"""The changes that a decision of the controller makes, as lines for the log of its process.
 
 Pure.  An operator who reads the log of the active controller sees every change of the cluster's
-state: topics, partitions, settings, leaders, in-sync sets, reassignments and brokers.  One decision
-may change thousands of partitions, so changes of one kind share a line: it counts them and names
-the first `NAMED_MAX`.
+       state: topics, partitions, settings, leaders, in-sync sets, reassignments and brokers.  One
+       decision may change thousands of partitions, so changes of one kind share a line: it counts
+       them and names the first `NAMED_MAX`.
 
 Invariants
-  E1  a line tells what the records of one decision change; `events_of` is asked before they are
-      applied, and the lines are written once the records are committed (rule Q3)
-  E2  the number of lines of a decision does not grow with the number of partitions, except that
-      each topic and each resource that it creates, deletes or alters has a line of its own
+  E1  A line states what the records of one decision change.  `events_of` is called before the
+      records are applied, and the lines are written once the records are committed (rule Q3).
+  E2  The number of lines of a decision does not grow with the number of partitions.  Only the
+      topics and resources that it creates, deletes or alters have a line each.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pk.wire import pk_pb2 as wire
 
 #: The name under which a decision publishes an `Event`.
 EVENT = "controller_event"
-#: Partitions that one line names.
+#: The most partitions that a log line names.
 NAMED_MAX = 10
 
 
@@ -36,7 +36,7 @@ class Event(NamedTuple):
 
 
 def events_of(image: MetadataImage, records: Sequence[MetadataRecord]) -> list[Event]:
-    """The lines for `records`, which are decided and not yet applied to `image`."""
+    """Return the lines for `records`, which are decided and not yet applied to `image`."""
     lines = _Lines(image)
     for record in records:
         kind = record.WhichOneof("record") or ""
@@ -124,7 +124,8 @@ class _Lines:
             return  # created by the same decision
         for event, what in _changes(before, record):
             named = self._partitions.setdefault(event, [])
-            # A failover changes very many: only those that the line names are put into words.
+            # A failover changes very many partitions: only those that the line names are put into
+            # words.
             named.append(
                 f"{topic.name}-{record.partition} {what()}" if len(named) < NAMED_MAX else ""
             )
@@ -133,7 +134,7 @@ class _Lines:
 def _changes(
     before: PartitionState, record: wire.PartitionChangeRecord
 ) -> list[tuple[str, Callable[[], str]]]:
-    """The lines that one change of a partition belongs to, each with its words."""
+    """Return the log events that a change record causes, each with a function for its words."""
     found: list[tuple[str, Callable[[], str]]] = []
     if record.HasField("leader") and record.leader != before.leader:
         event = "leader_lost" if record.leader == NONE else "leader_elected"

@@ -44,10 +44,12 @@ class LeaderRebalancer:
     """Chooses the leaderships to move.  Times are of the controller's monotonic clock."""
 
     def __init__(self) -> None:
-        self._moved_ms: dict[PartitionKey, int] = {}  #: the last move of each (H1)
-        self._away: dict[PartitionKey, None] = {}  #: handed over, and not led by the first since
-        self._due_ms: int | None = None  #: when to look again; None: nobody gives up
-        self._vain = Backoff((2 * RETRY_MS, RETRY_MAX_MS))  #: looks that found nothing
+        self._moved_ms: dict[PartitionKey, int] = {}  #: time of each partition's last move (H1)
+        #: moved, and not led by the preferred leader since
+        self._away: dict[PartitionKey, None] = {}
+        self._due_ms: int | None = None  #: when to look again; None: no broker has to give up
+        #: waits between looks that moved nothing
+        self._vain = Backoff((2 * RETRY_MS, RETRY_MAX_MS))
 
     def report_changed(self, before: Report | None, now: Report) -> bool:
         """Note the report of a broker.  Returns whether its fitness changed."""
@@ -92,7 +94,7 @@ class LeaderRebalancer:
 
     def _moved(self, key: PartitionKey, now_ms: int) -> None:
         self._moved_ms.pop(key, None)
-        self._moved_ms[key] = now_ms  # behind all others: in order of time
+        self._moved_ms[key] = now_ms  # at the end, so the entries are ordered by time
 
     def rests(self, key: PartitionKey, now_ms: int) -> bool:
         """Whether the last move of this partition is less than DWELL_MS ago (H1)."""

@@ -19,7 +19,8 @@ from pk.types import NONE, PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 
-#: Most leaders that one decision moves; the clients of all of them refresh their metadata at once.
+#: The most leaders that a decision moves, because the clients of all of them refresh their metadata
+#: at once.
 MOVES_MAX = 500
 
 

@@ -57,8 +57,8 @@ _ASKED = (
     "tier_purged", "list_brokers",
 )  # fmt: skip
 
-#: What a broker takes for a sign that it is not fenced: not from a leader that another may have
-#: followed.
+#: Requests whose reply shows a broker that it is not fenced.  A leader that may have been replaced
+#: by another one does not answer them.
 _CONTACT = ("register_broker", "broker_heartbeat")
 
 MetadataLogReply = tuple[wire.FetchMetadataLogReply, Iterable[Buffer]]

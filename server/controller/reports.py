@@ -33,7 +33,7 @@ from pk.wire import pk_pb2 as wire
 
 #: (last epoch, log end) of a replica; recovery elections compare these.
 EpochAndEnd = tuple[int, int]
-#: Most positions that one heartbeat reply asks for.
+#: The most positions that a heartbeat reply asks for.
 POSITIONS_MAX = 10_000
 
 

@@ -1,12 +1,11 @@
 """The sessions of brokers at the active controller: soft state of one term (rule R7).
 
 A session belongs to the stream on which its broker registered.  When that stream breaks, the
-  session
-is *lost*.  The controller fences the broker at once if its address refuses a connection, else when
-the session timeout has passed since the last heartbeat.  A broker that registers again first keeps
-its registration.  A new active controller grants every unfenced broker a session timeout, less the
-time that has certainly passed (raft/timing.py).  At least three quarters of the timeout are left
-for the broker to find this controller (BrokerLifecycleManager).
+session is *lost*.  The controller fences the broker at once if its address refuses a connection,
+else when the session timeout has passed since the last heartbeat.  A broker that registers again
+before that keeps its registration.  A new active controller grants every unfenced broker a session
+timeout, less the time that has certainly passed (raft/timing.py).  At least three quarters of the
+timeout are left for the broker to find this controller (BrokerLifecycleManager).
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
 """Makes snapshots of a controller's metadata log (KIP-630).
 
 World-generic.  Every controller makes its own snapshots, leader or not, from committed records
-only. It replays the newest snapshot and the log behind it from the disk into an image, and writes
-that image.  Nothing stays in memory between two snapshots.  The work is done in slices; between two
-slices the loop serves votes and heartbeats (rule P1).
+                only.  It replays the newest snapshot and the log behind it from the disk into an
+                image, and writes that image.  Nothing stays in memory between two snapshots.  The
+                work is done in slices; between two slices the loop serves votes and heartbeats
+                (rule P1).
 
 Invariants
   K1  A snapshot ends at or below the high watermark, so its content is committed.
   K2  The log is shortened only after the snapshot that replaces its beginning is SYNCED.
   K3  A snapshot that cannot be made now (no space, or the log was replaced meanwhile) is tried
       again later; nothing waits for it.
-  K4  what is SYNCED and in no snapshot yet is noted at every look (raft/log.py, L6)
+  K4  Every check notes the synced end, which may be above the newest snapshot (raft/log_writer W6).
 """
 
 from __future__ import annotations

@@ -6,9 +6,8 @@ empty directory where data was expected, above all an empty metadata directory (
 
     DIR/pk.json                   cluster, node, uuid of the directory (pk.log.directory)
     DIR/metadata/directory.json   the same for the metadata log, of the first directory only
-    DIR/metadata/quorum-state     the vote; exists after the format, or after the first election of
-    a
-                                  node that is alone
+    DIR/metadata/quorum-state     the vote; exists after the format, or, if the node is alone,
+                                  after its first election
 
 Rules
   F1  The uuid of a first voter is computed from cluster and node, so that all first voters know
@@ -74,7 +73,7 @@ class Formatted:
 
 
 def new_id() -> str:
-    """A fresh uuid."""
+    """Return a fresh uuid."""
     return str(uuid.uuid4())  # noqa: TID251 - a shell
 
 

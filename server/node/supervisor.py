@@ -41,7 +41,7 @@ BACKOFF_MS = (50, 5_000)
 STABLE_MS = 10_000
 START_ATTEMPTS = 3
 START_TIMEOUT_MS = 60_000
-#: Longest wait of the ready line for a tier whose store does not answer.
+#: The longest time that the ready line waits for a tier whose store does not answer.
 TIER_START_MS = 5_000
 CONTROLLER_STOP_MS = 3_000
 KILLED = 137
@@ -170,9 +170,9 @@ class Supervisor:
                 continue
 
     def _late(self, role: str) -> None:
-        """Whether the start took too long.  A cluster's node waits for the others without limit.
+        """Whether the start took too long.  The node of a cluster has no limit.
 
-        The other nodes may wait for its controller.
+        It may have to wait for other nodes, and they for its controller.
         """
         if not is_clustered(self.config.server):
             raise errors.RequestTimedOut(

@@ -173,7 +173,8 @@ class RaftLog(Generic[R]):
             offset = following
         voters = self.voters.now
         mine = [voter for voter in voters if voter.node_id == self.quorum.me.node_id]
-        if len(voters) == 1 and mine and not self.alone:  # it could never do anything but wait
+        # such a node could only wait, without an end
+        if len(voters) == 1 and mine and not self.alone:
             raise errors.DirectoryOfAnotherCluster(
                 f"{self._disk.storage.root} holds the metadata of node {voters[0].node_id} with "
                 f"directory {voters[0].directory_id}, this is node {self.quorum.me.node_id} with "

@@ -33,7 +33,7 @@ PART, LOAD = ".part", ".load"
 FULL_WAIT_MS = 1_000
 #: Snapshots kept.  If the newest is damaged, the one before it and the log have the same records.
 KEEP = 2
-#: Most bytes that one operation writes, sends or asks for.
+#: The most bytes that an operation writes, sends or asks for.
 PIECE_BYTES = 256 * 1024
 #: Most bytes of a snapshot, which must fit into memory.
 SNAPSHOT_BYTES_MAX = 1024 * limits.MIB
@@ -76,7 +76,8 @@ class Found:
 def finish_load(storage: Storage, loaded: SnapshotId) -> None:
     """Give `loaded`, behind which the log begins, its final name; remove the others, SYNCED."""
     name = file_name(loaded)
-    if storage.exists(name + LOAD):  # else a full disk came behind it
+    # else an earlier attempt renamed it, and then found a full disk
+    if storage.exists(name + LOAD):
         storage.rename(name + LOAD, name)
     storage.sync_dir("")
     remove_others(storage, (loaded,))

@@ -36,7 +36,7 @@ REFUSED_MS = 200
 
 
 class PendingIsrChange(NamedTuple):
-    """The ISR that one leader asks the controller for."""
+    """The ISR that a partition's leader asks the controller for."""
 
     leader: Leader
     partition_epoch: int

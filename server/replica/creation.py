@@ -322,7 +322,7 @@ def may_take_part(state: PartitionState, me: NodeId, *, has_log: bool) -> bool:
 
 
 def together(keys: list[PartitionKey]) -> Iterator[list[PartitionKey]]:
-    """Yield the keys in groups of the size that one visit creates."""
+    """Yield the keys in groups of `VISIT_MAX`, the number of logs that a single visit creates."""
     return (keys[at : at + VISIT_MAX] for at in range(0, len(keys), VISIT_MAX))
 
 

@@ -39,13 +39,13 @@ from pk.wire.calls import head_of, open_stream
 from pk.world import Disconnected, Stream, StreamKind
 
 BACKOFF_MS = (50, 1_000)
-#: A replica that was refused asks again after this, and twice as long each further time: a new
-#: leader knows of its office within milliseconds.
+#: The waits of a replica that the leader refused, before it asks again: the wait doubles with each
+#: refusal.  A new leader learns of its election within milliseconds.
 AGAIN_MS = (10, 500)
-#: … and one whose disk is full, after this.
+#: The wait of a replica whose disk is full.
 FULL_MS = 1_000
 CONNECT_MS = 5_000
-#: Positions in one request, and one partition's share of a frame.
+#: The most positions in a request, and the most bytes of a partition in a frame.
 POSITIONS_MAX = 1_000
 PARTITION_BYTES = 4 * limits.MIB
 
@@ -72,10 +72,11 @@ class PartitionFetchState:
         self.partition = partition
         self.leader_epoch: Epoch = state.leader_epoch
         self.unclean_epoch: Epoch = state.unclean_epoch
-        self.position_id = 0  #: of the newest position; answers to older ones are dropped (F1)
+        #: number of the newest position; answers to older ones are dropped (F1)
+        self.position_id = 0
         self.placed = False  #: the position was sent, or will be, and the log still ends there
-        self.log_start: Offset = 0  #: the leader's
-        self.refusals = Backoff(AGAIN_MS)  #: in a row
+        self.log_start: Offset = 0  #: the leader's log start
+        self.refusals = Backoff(AGAIN_MS)  #: refusals in a row
         self.owed = 0  #: bytes that were handed to the log and are not stored yet (F4)
 
     @property
@@ -87,15 +88,15 @@ class PartitionFetchState:
         return self.partition.replica is self
 
     def stored(self, size: int) -> None:
-        """watchers.Follows."""
+        """Confirm `size` stored bytes to the leader (watchers.Follows)."""
         self.fetcher.stored(self, size)
 
     def log_start_moved(self) -> None:
-        """watchers.Follows."""
+        """Report the new log start to the leader (watchers.Follows)."""
         self.fetcher.stored(self, 0)
 
     def not_stored(self, error: errors.PkError) -> None:
-        """watchers.Follows."""
+        """Return the credit of undone appends, and fetch them again (watchers.Follows)."""
         self.fetcher.stored(self, self.owed)
         if isinstance(error, errors.StorageFull):
             self.fetcher.storage_full(self)
@@ -119,7 +120,9 @@ class ReplicaFetcherManager:
         await partition.writer.settled(partition)
 
     def follow(self, partition: Partition, state: PartitionState) -> None:
-        """Fetch `partition` from the leader that `state` names; nothing to do if that is so."""
+        """Fetch `partition` from the leader that `state` names; do nothing if it is fetched
+        already.
+        """
         known = partition.replica
         if isinstance(known, PartitionFetchState):
             same = known.fetcher.leader == state.leader
@@ -163,15 +166,15 @@ class ReplicaFetcher:
         self._stream: Stream | None = None
         self._jitter = equal_jitter(core.world.rng)
         self._session: tuple[str, int] = ("", NONE)  #: address and broker epoch of the stream
-        self._positions: deque[PartitionFetchState] = deque()  #: to be set
-        self._position_id = 0  #: of the newest
+        self._positions: deque[PartitionFetchState] = deque()  #: positions to set
+        self._position_id = 0  #: the number of the newest position
         self._confirm: dict[PartitionKey, PartitionFetchState] = {}
         self._forget: list[PartitionKey] = []
         self._full: dict[
             PartitionKey, PartitionFetchState
-        ] = {}  #: what they fetched found no room (L16)
-        self._owed = 0  #: credit that comes back when what was fetched is written
-        self._credit = 0  #: to be granted with the next request
+        ] = {}  #: replicas whose disk had no room for the fetched data (L16)
+        self._owed = 0  #: credit that returns when the fetched bytes are written
+        self._credit = 0  #: credit to grant with the next request
         self._wake = asyncio.Event()
         self._poked = asyncio.Event()  #: there is a reason to connect now
 
@@ -245,7 +248,7 @@ class ReplicaFetcher:
         self._wake.set()
 
     def _returns(self, replica: PartitionFetchState, size: int) -> None:
-        """Return the credit of `size` bytes that were stored, undone, or dropped (F4)."""
+        """Return the credit of `size` bytes that were stored, undone or dropped (F4)."""
         replica.owed -= (returned := min(size, replica.owed))
         self._owed -= (returned := min(returned, self._owed))
         self._credit += returned
@@ -261,7 +264,9 @@ class ReplicaFetcher:
         return self.core.address_of(self.leader), self.core.lifecycle.broker_epoch
 
     async def _run(self) -> None:
-        """Connections, one after another, as long as there is something to follow."""
+        """Keep a connection to the leader, one after another, as long as there is something to
+        follow.
+        """
         backoff = Backoff(BACKOFF_MS, self._jitter)
         while True:
             if self._replicas:
@@ -298,7 +303,7 @@ class ReplicaFetcher:
             stream, _ = await open_stream(
                 self.core.world.network, session[0], StreamKind.FETCH, self.core.hello
             )
-        if session != self._wanted_session():  # there was no stream yet when that was heard
+        if session != self._wanted_session():  # the change came while there was no stream to close
             stream.close()
             return
         self._stream, self._session = stream, session
@@ -378,7 +383,8 @@ class ReplicaFetcher:
         log = replica.partition.log
         assert log.log_end == log.written_end, "F2"
         end = _kept_end(replica.partition)
-        if end < log.log_end:  # the leader counts what is SYNCED: make it so, then ask
+        # the leader counts SYNCED records only: sync first, then set the position
+        if end < log.log_end:
             replica.placed = False
             self._tasks.spawn(self._sync(replica))
             return
@@ -397,7 +403,8 @@ class ReplicaFetcher:
         partition = replica.partition
         try:
             await partition.writer.disk.write(partition.log.flush)
-        except errors.StorageFull as passing:  # no descriptor for a sealed segment: nothing is lost
+        # no descriptor to open a sealed segment: no data is lost
+        except errors.StorageFull as passing:
             self.core.metrics.refused(passing)
             self.again(replica, FULL_MS)
             return
@@ -428,7 +435,7 @@ class ReplicaFetcher:
             self._wake.set()
 
     def _take_entry(self, entry: wire.FetchedPartition, payload: Buffer) -> bool:
-        """False if the payload was not handed to the log."""
+        """Append the batches of one entry; return False if the log did not get the payload."""
         replica = self._replicas.get(PartitionKey(entry.topic_id, entry.partition))
         if replica is None or entry.position_id != replica.position_id or not replica.placed:
             return False  # F1

@@ -1,15 +1,15 @@
 """Which replicas the controller knows to be offline, and how far the metadata image follows.
 
 Pure.  A broker lists its offline replicas in every heartbeat (rules L2, L9, L15).  The controller
-takes such a replica out of ISR and ELR before it replies, so the reply acknowledges the report.
-The metadata image of the broker comes later: a fetch of the metadata log that was sent after the
-reply, and that reached the committed end, includes what the controller did.  Only then may the
-broker set a damaged log aside (broker/metadata_publisher M7).
+       takes such a replica out of ISR and ELR before it replies, so the reply acknowledges the
+       report.  The broker's metadata image gets the controller's records later.  A fetch of the
+       metadata log that was sent after the reply, and that reached the committed end, includes
+       them.  Only then may the broker set a damaged log aside (broker/metadata_publisher M7).
 
 Invariants
-  O1  an acknowledgement ends when the replica is online again: a later failure is reported, and
-      acknowledged, again
-  O2  the image includes an acknowledgement only if it was there before the fetch was sent
+  O1  An acknowledgement ends when the replica is online again.  A later failure is reported, and
+      acknowledged, again.
+  O2  The image includes an acknowledgement only if it was there before the fetch was sent.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class OfflineReports:
         return self._acknowledged
 
     def on_reply(self, reported: Iterable[PartitionKey], offline: Collection[PartitionKey]) -> None:
-        """Note a reply to a heartbeat that listed `reported`; `offline` are the replicas still
-        so.
+        """Note a reply to a heartbeat that listed `reported`; `offline` are the replicas that are
+        still offline.
         """
         self._replies += 1
         before = self._acknowledged

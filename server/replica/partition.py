@@ -52,7 +52,7 @@ class Host(Protocol):
 
     @property
     def now_ms(self) -> int:
-        """Monotonic."""
+        """Return the time of the monotonic clock."""
         ...
 
     @property
@@ -99,13 +99,14 @@ class Partition:
         self.leader: Leader | None = None  #: while it is LEADING
         self.replica: Follows | None = None  #: while it is FOLLOWING
         self.leader_hint: NodeId = NONE
-        self.others = False  #: other replicas were in sync when this one last led or followed
+        self.others = False  #: whether this replica last led or followed with others in sync
         self.unclean = False  #: the current epoch came from an unclean election (rules R3, T4)
         self._watchers: dict[Watcher, None] = {}
         self._followers: dict[EndWatcher, None] = {}
-        #: the high watermark as the leader last reported it, or as known when this replica led
+        #: the high watermark as the leader last reported it, or as this replica knew it as the
+        #: leader
         self._leader_watermark: Offset = 0
-        self.leader_log_start: Offset = 0  #: as the leader, or the tier's table, last gave it
+        self.leader_log_start: Offset = 0  #: as last reported by the leader, or by the tier's table
         self._deletions = Deletions()
         self._inflight: deque[DelayedProduce] = deque()
         self._plan: Any = None
@@ -192,7 +193,8 @@ class Partition:
             (log.log_start <= stable <= high <= log.written_end <= log.log_end, "log offsets"),
             (log.log_start <= log.local_log_start <= log.written_end, "local_log_start"),
         ]
-        if self.tiered and log.log_start <= log.tiered_end:  # else the owner has yet to follow (T9)
+        # otherwise the table's owner has not removed the deleted rows yet (T9)
+        if self.tiered and log.log_start <= log.tiered_end:
             local = log.local_log_start if log.absent is None else log.absent.start
             checks.append((local <= log.tiered_end <= stable, "tiered_end"))
             checks.append(
@@ -355,7 +357,7 @@ class Partition:
             self._deletions.log_start_known(self.known_log_start, str(self), leads=leads)
             and self.tiered
         ):
-            self._host.partition_moved(self)  # its rows may leave the table now (T9)
+            self._host.partition_moved(self)  # the deleted rows may leave the table now (T9)
 
     # -- leadership ------------------------------------------------------------------------------
 
@@ -369,7 +371,7 @@ class Partition:
             ):
                 self.watermark_moved()
             self.complete_deletions()
-            for follower in list(self._followers):  # members that left set their positions again
+            for follower in list(self._followers):  # removed members set their positions again
                 follower.moved(self.key, urgent=True)
             return
         assert self.log.log_end == self.log.written_end or current is not None, "a follower settles"
@@ -464,7 +466,8 @@ class Partition:
         log's own settings.
         """
         self.settings = settings
-        if tiered != self.tiered:  # without a tier topic retention alone counts, as after a restart
+        # without a tier topic retention alone counts, as it does after a restart
+        if tiered != self.tiered:
             self.tiered, low = tiered, self.log.local_log_start
             self.tier = self.tier.said_in(self.leader_epoch)
             known = (max(low, self.tier.tiered_end), max(low, self.tier.droppable_end))

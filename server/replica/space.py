@@ -1,10 +1,10 @@
 """Room for the appends of clients in one data directory (rule L16).
 
 Sans-IO.  The scheduler (`server/broker/scheduler.py`) measures the free space from time to time,
-off the loop.  Between two measurements, and during one, the bytes of decided appends are subtracted
-from the last result.  Other writes (of other processes, or of this process's indexes, checkpoints
-and log files) are not subtracted, so the estimate is too high by what they write until the next
-measurement.
+          off the loop.  Between two measurements, and during one, the bytes of decided appends are
+          subtracted from the last result.  Other writes (of other processes, or of this process's
+          indexes, checkpoints and log files) are not subtracted, so the estimate is too high by
+          what they write until the next measurement.
 
   | free space after the append   | appends of clients  | leadership                       |
   |-------------------------------|---------------------|----------------------------------|
@@ -18,8 +18,8 @@ measurement does not show a quota.
 Invariants
   D1  A full directory stays full until a measurement finds twice the reserve, and FAILED_MS have
       passed since an append found no room.
-  D2  The reserve limits the appends of clients only, not what followers fetch, nor metadata, nor
-      checkpoints.
+  D2  The reserve limits only the appends of clients.  It does not limit the data that followers
+      fetch, metadata or checkpoints.
 """
 
 from __future__ import annotations

@@ -274,7 +274,9 @@ class HostedReplicas:
         return replica
 
     def forget(self, key: PartitionKey) -> None:
-        """Remove the replica of `key`, which the broker should not have, unless its log is open."""
+        """Remove the replica of `key` if this broker should not have one and its log is not
+        open.
+        """
         if self.state(key) in (ReplicaState.UNOPENED, ReplicaState.REBUILDING):
             self.on(key, ReplicaEvent.REMOVED)
 

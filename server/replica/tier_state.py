@@ -3,13 +3,13 @@
 Sans-IO.
 
 Invariants
-  Y1  log_start <= local_log_start <= tiered_end <= last_stable_offset once the watermark has caught
-      up (rule T1)
-  Y2  `droppable_end <= tiered_end`: local data above what the table covers is never dropped (rule
-      T6)
-  Y3  coverage only grows within a leader epoch; a report of another epoch is ignored (rule T4)
-  Y5  the coverage is about this log's records: after a truncation at an offset, nothing counts as
-      tiered beyond that offset (rule T15)
+  Y1  log_start <= local_log_start <= tiered_end <= last_stable_offset, once the high watermark has
+      caught up (rule T1).
+  Y2  `droppable_end <= tiered_end`: local data above the end of the table is never dropped (rule
+      T6).
+  Y3  The coverage only grows within a leader epoch; a report of another epoch is ignored (rule T4).
+  Y5  The coverage is about this log's records.  After a truncation at an offset, nothing beyond
+      that offset counts as tiered (rule T15).
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ class TierState:
 
     start: Offset = 0
     tiered_end: Offset = NONE  #: NONE = the tier has not reported yet, or the topic is not tiered
-    droppable_end: Offset = NONE  #: committed, delayed and every file HEADed (rule T6)
+    #: committed, and after the delay every file was found by HEAD (rule T6)
+    droppable_end: Offset = NONE
     tier_bytes: int = 0
-    missing_from: Offset = NONE  #: rows may be missing from here on (rule T17); NONE = none is
+    missing_from: Offset = NONE  #: first offset of missing rows (rule T17); NONE = none is missing
     leader_epoch: Epoch = NONE
     version: int = NONE
     uri: str = ""
@@ -81,10 +82,12 @@ class TierState:
 
 
 def tier_has_what_left(log: PartitionLog, *, tiered: bool) -> None:
-    """Assume that the tier has the records that are no longer local, except missing ones (T1, L9).
+    """Assume that the table has all records below the local log, except those known as missing (T1,
+    L9).
 
-    If a damaged checkpoint does not give the log start, only the table has it.  Taking the start of
-    the local log instead would delete the table's older records (rule T9).
+    If a damaged checkpoint does not give the log start, only the table has it.  The start of the
+    local log must not be taken for it: the owner would then delete the table's older records (rule
+    T9).
     """
     if log.start_unknown:
         log.start_unknown, log.log_start = False, 0 if tiered else log.log_start

@@ -12,8 +12,8 @@ class Watcher(Protocol):
     """A fetch stream that holds a position here."""
 
     def moved(self, key: PartitionKey, *, urgent: bool = False) -> None:
-        """The read bound moved; `urgent`: the epoch or the log's end may have, so check the
-        position.
+        """React to a new read bound.  `urgent`: the epoch or the log's end may have moved too, so
+        the position must be checked.
         """
         ...
 
@@ -30,13 +30,15 @@ class Follows(Protocol):
     """This broker's replica while another broker leads (fetcher.py)."""
 
     def stored(self, size: int) -> None:
-        """`size` fetched bytes are WRITTEN, or SYNCED where the topic asks for that."""
+        """React to `size` fetched bytes that are WRITTEN, or SYNCED if the topic sets
+        `flush_on_ack`.
+        """
         ...
 
     def log_start_moved(self) -> None:
-        """This replica's log start moved, durably."""
+        """React to a new, durable log start of this replica."""
         ...
 
     def not_stored(self, error: errors.PkError) -> None:
-        """Appends that were decided and not written are undone: fetch them again."""
+        """React to decided appends that could not be written and were undone: fetch them again."""
         ...

@@ -26,7 +26,7 @@ from pk.tasks import TaskRegistry
 C = TypeVar("C")
 R = TypeVar("R")
 
-#: Most commands that one write of the log serves; it bounds the latency of the first.
+#: The most commands that a single write of the log serves.  It bounds the latency of the first.
 ROUND_MAX = 256
 
 
@@ -136,7 +136,7 @@ class ReplayedHost(Generic[C, R]):
         except BaseException as failure:
             self._failed = failure
             self._refuse(errors.ControllerUnavailable(f"the log failed: {failure}"))
-            if self._log.leads:  # else the failure says that another node leads
+            if self._log.leads:  # otherwise the refusal must say that another node leads
                 self._on_fatal(failure)
 
     async def _round(self) -> None:

@@ -1,21 +1,25 @@
-"""Tier wins: a leader elected uncleanly asks the table before it serves (rule T4).
+"""Before an uncleanly elected leader serves, it compares its log with the tier's table (rule T4).
 
-World-generic.  An unclean leader may have lost records that the table already holds, and may hold
-records the table has under other contents.  It commits its epoch as the table's claim, so that no
-copier of an older epoch can commit any more, and compares: if its log reaches the table's end and
-its epoch cache gives the table's epoch for the last tiered offset, both tell the same story and the
-local log stays; otherwise it is dropped and begins at `tiered_end`.  While the store is down the
-partition is not served.  A log that went on without the table, while the topic was not tiered, has
-records of a later epoch than the table has and stays as well (rule T15).
+World-generic.  An unclean leader may lack records that the table has, and may have other records at
+                the table's offsets.  The leader first commits its epoch to the table as a *claim*,
+                so no copier of an older epoch can commit any more.  Then it compares:
+
+  - If the log reaches the table's end, and its epoch cache gives the table's epoch for the last
+    tiered offset, log and table have the same history, and the log stays.
+  - If the topic was not tiered for a while and the log grew meanwhile, its last record has a later
+    epoch than the table.  This log stays as well (rule T15).
+  - Any other log is dropped, and begins again empty at `tiered_end`.
+
+While the store is unavailable the partition is not served.
 
 Invariants
-  K1  a claimed partition serves only in the epoch the claim was made for
-  K2  the claim is committed before the comparison is acted on
-  K3  the controller hears `recovered` after the partition serves
-  K4  a claim ends with its partition's directory: what waits for the store must not hide that
-      nothing can be served from here (rule L2)
-  K5  a log that was left half-way is offline, also if its claim is over: neither another claim, nor
-      a leader that it would follow, could know what is there
+  K1  A claimed partition serves only in the epoch for which the claim was made.
+  K2  The claim is committed before the log is kept or dropped.
+  K3  The leader reports `recovered` to the controller after the partition serves.
+  K4  A claim ends with its partition's directory.  A wait for the store must not hide that the
+      partition cannot be served from here (rule L2).
+  K5  A log whose restart at `tiered_end` was interrupted is offline, also if its claim has ended:
+      neither another claim, nor a leader that it would follow, could know what it holds.
 """
 
 from __future__ import annotations
@@ -45,12 +49,12 @@ def agrees(
     local_start: int = 0,
     log_start: int = 0,
 ) -> bool:
-    """Whether a local log tells the table's story up to its end (T4).
+    """Whether a local log has the same history as the table, up to the table's end (T4).
 
-    `epoch_at_end` is the local epoch of the last tiered offset.  There may be nothing to compare:
-    a log that begins just where the table ends was begun there on the table's word, and what
-    either holds below its start is deleted (rule T9), wholly perhaps.  Such a log goes on from
-    where it ends; but never below the table's end, whose offsets were given away before.
+    `epoch_at_end` is the local epoch of the last tiered offset.  In two cases there is nothing to
+    compare, and the log agrees: it begins exactly at the table's end, because it was begun there
+    after an earlier claim; or all records of the table are deleted (rule T9).  A log that ends
+    below the table's end never agrees, because those offsets were given to records before.
     """
     if not table.exists:
         return True
@@ -61,35 +65,39 @@ def agrees(
 
 
 def went_on_without(log_epoch: int, table: wire.TierClaimReply) -> bool:
-    """Whether a log that does not agree with the table is the later one (T15).
+    """Whether a log that does not agree with the table is the later history (T15).
 
-    `log_epoch` is the epoch of the log's last record, NONE without one.  Every leader of a tiered
-    topic goes on from what the table has: a record of a later epoch than the table's last one is
-    in a log that agrees, or in one that was led while the topic was not tiered.
+    `log_epoch` is the epoch of the log's last record; NONE = no record.  A leader of a tiered topic
+    starts from the table's records.  So a record of a later epoch than the table's last one is in a
+    log that agrees, or in a log that was written while the topic was not tiered.
     """
     return log_epoch > table.end_epoch
 
 
 def _note_covered(partition: Partition, end: Offset) -> None:
-    """Unless the tier was turned off meanwhile: topic retention would wait for copies for ever."""
+    """Note that the table covers the log up to `end`.
+
+    Does nothing if the tier was turned off meanwhile: topic retention would wait for copies that
+    are never made.
+    """
     if partition.tiered:
         partition.log.tiered_end = partition.log.droppable_end = end
 
 
 class EpochFence:
-    """Claims under way, and what is to be told of them, one task each."""
+    """The claims that are under way, one task per partition, and the reports about them."""
 
     def __init__(self, core: TierContext) -> None:
         self._core = core
-        self._tasks = TaskRegistry(partial(core.bug, "claiming a table"))  #: named by partition
+        self._tasks = TaskRegistry(partial(core.bug, "claiming a table"))  #: tasks by partition
         self._epochs: dict[PartitionKey, int] = {}
 
     def epoch(self, key: PartitionKey) -> int | None:
-        """The leader epoch a claim is under way for; None = no claim."""
+        """Return the leader epoch of the running claim; None = no claim."""
         return self._epochs.get(key)
 
     def begin(self, partition: Partition, state: PartitionState) -> None:
-        """Claim for the epoch of `state`; a claim for an older epoch ends."""
+        """Claim the table for the epoch of `state`; a claim for an older epoch ends."""
         self.cancel(partition.key)
         waits = f"{partition}: an unclean leader waits for the tier's table (rule T4)"
         partition.fail(errors.TierUnavailable(waits), ReplicaEvent.RECOVERY_BEGUN)
@@ -97,13 +105,15 @@ class EpochFence:
         self._epochs[partition.key] = state.leader_epoch
 
     def give_up(self, partition: Partition) -> None:
-        """Another broker leads, or none: a RECOVERING replica stops to claim the table."""
+        """End the claim of a RECOVERING replica, because another broker leads or none does."""
         if partition.state is ReplicaState.RECOVERING:
             self.cancel(partition.key)
             partition.on(ReplicaEvent.RESIGNED)
 
     def cancel(self, key: PartitionKey) -> bool:
-        """The topic or its disk is gone, or a newer epoch claims.  False if there was no claim."""
+        """End a claim: the topic or its disk is gone, or a newer epoch claims.  False if there was
+        none.
+        """
         self._tasks.cancel(key)
         return self._epochs.pop(key, None) is not None
 
@@ -129,7 +139,7 @@ class EpochFence:
         partition.on(ReplicaEvent.RECOVERED)
         now = core.publisher.image.partition(partition.key)
         if now is None or now.leader_epoch != state.leader_epoch or now.leader != core.node_id:
-            return  # K1: the follower reacts to the newer epoch
+            return  # K1: the replica follows the leader of the newer epoch
         core.publisher.take_office(partition, now)
         await self._report_recovered(partition, state.leader_epoch)
 
@@ -157,11 +167,11 @@ class EpochFence:
         )
         work = self._begin_at_table(partition, table.end, start)
         task = self._core.fetchers.changing.spawn(work, partition.key)
-        await asyncio.shield(task)  # a claim that ends must not leave it half done
+        await asyncio.shield(task)  # if the claim ends, the change of the log is still completed
 
     async def _begin_at_table(self, partition: Partition, end: Offset, start: Offset) -> None:
-        # What the table has below its end is still the log's, but for records that were deleted
-        # before, beyond the table's end perhaps (rule T9).
+        # The table's records below its end still belong to the log, except those that were deleted
+        # before (rule T9).  The log start may lie beyond the table's end.
         core, key = self._core, partition.key
         partition.cut_watermark(0)
         try:
@@ -175,8 +185,11 @@ class EpochFence:
         _note_covered(partition, end)
 
     async def _report_recovered(self, partition: Partition, leader_epoch: Epoch) -> None:
-        """K3; again until the metadata log has it, or another epoch: until then the leader counts
-        as one that waits for its table, and is not moved.
+        """Report `recovered` to the controller until the metadata log has it, or another epoch
+        begins (K3).
+
+        Until then the controller counts the leader as waiting for its table, and does not move the
+        lead.
         """
         core, key = self._core, partition.key
         backoff = Backoff(BACKOFF_MS, equal_jitter(core.world.rng))

@@ -17,7 +17,7 @@ from typing import Any
 from pk.errors import PkError
 
 REPEAT_MS = 60_000
-#: Most topics that one line names.
+#: The most topics that a log line names.
 NAMED_MAX = 10
 
 

@@ -24,9 +24,8 @@ class TierFeed:
     """Tracks which partitions changed since a generation."""
 
     def __init__(self, session_id: str) -> None:
-        self.session_id = (
-            session_id  #: id of this broker process; a new id means: get the full list
-        )
+        #: id of this broker process; when it changes, the tier asks for the full list
+        self.session_id = session_id
         self.generation = 1
         self._changed: dict[PartitionKey, int] = {}  #: oldest change first
         self._gone: dict[PartitionKey, str] = {}  #: tombstones: key -> topic name

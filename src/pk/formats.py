@@ -5,8 +5,8 @@ Each entry names the constant with the version that this build writes, and the f
 compares the version of what it reads.  Tests read the table, so a format without an entry, or an
 entry that compares nothing, is noticed.
 
-A file keeps the place of its name, its version and its checksum in every version, so damage and
-another version are told apart: the checksum is compared first, then the version (rule L21).
+A file has its name, its version and its checksum at the same place in every version.  So damage can
+be distinguished from another version: the checksum is compared first, then the version (rule L21).
 """
 
 from __future__ import annotations

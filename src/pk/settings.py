@@ -25,8 +25,11 @@ INT32_MAX = 2**31 - 1
 
 @dataclass(slots=True, frozen=True)
 class Option:
-    """One setting.  `kind` is int, bool, str or float; `unit` is for people; None = no bound but
-    that of 64 bits."""
+    """One setting.
+
+    `kind` is int, bool, str or float; `unit` is for people.  A bound of None = only the bounds of
+    64 bits.
+    """
 
     name: str
     kind: type
@@ -38,7 +41,9 @@ class Option:
     choices: tuple[str, ...] = ()
 
     def parse(self, value: Any) -> Any:
-        """`value` (text or already typed) as this option's type.  Raises `InvalidConfig`."""
+        """Return `value` (text, or already typed) as this option's type.  Raises
+        `InvalidConfig`.
+        """
         try:
             parsed = _parse(self.kind, value)
         except (ValueError, TypeError, OverflowError):
@@ -93,11 +98,11 @@ def _parse(kind: type, value: Any) -> Any:
     if not isinstance(value, str | int | float) and not hasattr(value, "__fspath__"):
         raise TypeError(value)
     text = str(value)
-    text.encode()  # a lone surrogate is no text
+    text.encode()  # a lone surrogate is not valid text
     return text
 
 
-#: What must hold, in words, and its test.
+#: A relation that must hold between options: its words, and its test.
 Relation = tuple[str, Callable[[Mapping[str, Any]], bool]]
 
 
@@ -115,7 +120,7 @@ class Options:
         self.relations = tuple(relations)
 
     def canonical(self, name: str) -> str:
-        """pk's spelling of `name`.  Raises `InvalidConfig` with the nearest right name."""
+        """Return pk's spelling of `name`.  Raises `InvalidConfig` with the nearest right name."""
         key = name.strip().lower().replace(".", "_").replace("-", "_")
         if key in self.by_name:
             return key
@@ -124,7 +129,10 @@ class Options:
         raise errors.InvalidConfig(f"unknown {self.scope} setting {name!r}{hint}", option=name)
 
     def parse(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Only what was given, canonical and typed; the same option twice is refused."""
+        """Return the given options only, with canonical names and typed values.
+
+        Refuses an option that is given twice.
+        """
         parsed: dict[str, Any] = {}
         for name, value in given.items():
             key = self.canonical(name)
@@ -142,7 +150,10 @@ class Options:
     def resolve(
         self, given: Mapping[str, Any], base: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Every option: `given` over `base` over the defaults; relations checked."""
+        """Return every option: `given` has precedence over `base`, and `base` over the defaults.
+
+        Checks the relations between the options.
+        """
         full = {name: option.default for name, option in self.by_name.items()}
         full.update(base or {})
         full.update(self.parse(given))
@@ -153,7 +164,10 @@ class Options:
 
 
 def _at_most(low: str, high: str, *, unlimited_below: int | None = None) -> Relation:
-    """`low` may not exceed `high`; a value under `unlimited_below` means "no limit"."""
+    """Return the relation that `low` does not exceed `high`.
+
+    A value below `unlimited_below` means "no limit".
+    """
 
     def holds(o: Mapping[str, Any]) -> bool:
         values = (o[low], o[high])
@@ -166,7 +180,7 @@ def _at_most(low: str, high: str, *, unlimited_below: int | None = None) -> Rela
 
 DAY_MS = 86_400_000
 
-# The tables keep one or two lines an option, so that they read as tables.
+# The tables have one or two lines per option, so that they read as tables.
 # fmt: off
 TOPIC = Options(
     "topic",

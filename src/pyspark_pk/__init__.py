@@ -1,4 +1,5 @@
-"""What Spark finds by itself: any package `pyspark_*` with a `DefaultSource` is a data source.
+"""The package by which Spark finds pk: every package `pyspark_*` with a `DefaultSource` is a data
+source.
 
 An exception here would hide *all* Python data sources of the session, so nothing that can fail is
 imported until a method is called.
@@ -12,7 +13,7 @@ from pyspark.sql.datasource import DataSource
 
 
 class DefaultSource(DataSource):
-    """`format("pk")`; see pk.sparkconnector.source."""
+    """The data source of `format("pk")`; see pk.sparkconnector.source."""
 
     @classmethod
     def name(cls) -> str:

@@ -1,15 +1,16 @@
 """Flipped bits in the log files of three replicating nodes (rule L9): a part of `log_damage`.
 
-Node 1 leads, its followers or its tier process stand still meanwhile, or are killed.  One bit is
-flipped in each of some batches of one replica: of batches that the others have fetched, and of
-batches that they have not.  Kept
+Node 1 leads.  Its followers or its tier process are stopped meanwhile, or killed.  The run flips
+               one bit in each of some batches of one replica: batches that the other replicas have
+               fetched, and batches that they have not.  What must hold:
 
   right     no consumer, no other replica's log and no row of the table ever has another value
   named     the broker says which offsets are damaged
-  healed    with another replica in sync everything is read without an error, the three logs end up
-            the same byte for byte, and the table has every row
-  told      without one a reader is told exactly the damaged batches as DataLoss, the followers and
-            the table stop in front of them, and after `pk log repair` all three logs are the same
+  healed    if another replica is in sync, everything is read without an error, the three logs end
+            up the same byte for byte, and the table has every row
+  reported  if no other replica has the batches, a reader gets DataLoss for exactly the damaged
+            batches, the followers and the table stop in front of them, and after `pk log repair`
+            all three logs are the same
 """
 
 from __future__ import annotations
@@ -164,12 +165,14 @@ class Replicas:
     # -- what is looked at -------------------------------------------------------------------------
 
     def named(self, node: int, offsets: list[int]) -> bool:
-        """The node's log says that one of these batches is damaged."""
+        """Return whether the node logged damage to any of these batches."""
         said = self.nodes[node].log.read_text()
         return any(_names(said, offset) for offset in offsets)
 
     def read(self) -> tuple[dict[int, bytes], set[int]]:
-        """What a consumer gets from the beginning, and the offsets that it is told are lost."""
+        """Read from the beginning: the records, and the offsets that the consumer reports as
+        lost.
+        """
         got: dict[int, bytes] = {}
         lost: set[int] = set()
         deadline = monotonic_s() + PATIENCE_S
@@ -254,7 +257,7 @@ def in_a_leader(it: Replicas, flips: int) -> Verdict:
 
 
 def copied_from_a_leader(it: Replicas, flips: int) -> Verdict:
-    """Everybody has them, the table too: a consumer comes to the damage."""
+    """All replicas and the table have the batches; then a consumer reads the damaged ones."""
     it.fill(20)
     it.lead(1)
     until(lambda: it.state().tiered_end == len(it.values), "tiered")
@@ -323,7 +326,9 @@ def first_segment_gone(it: Replicas, _flips: int) -> Verdict:
 
 
 def in_the_only_copy(it: Replicas, flips: int) -> Verdict:
-    """Both followers are dead and the copier stands still: nobody else has what is damaged."""
+    """Both followers are dead and the copier is stopped: no other copy of the damaged batches
+    exists.
+    """
     it.lead(1)
     until(lambda: it.state().tiered_end == len(it.values), "tiered")
     for node in (2, 3):

@@ -1,15 +1,15 @@
 """Wrong clocks: a node whose wall clock is off at its start, or is set while it runs (rule L10).
 
 Real nodes under libfaketime.  Cases
-  a single node that starts a day ahead keeps every record, and goes on when an operator says so;
-  one that starts a day behind refuses timestamps and names its own clock
-  a node of three that starts a day ahead and leads keeps every record; one that is set a day back
-  hands the lead over, and the others take records
-  (long) three nodes that all start a day ahead keep every record; a single node goes on by itself
-  after the grace; 20 s under a clock that is a day ahead
+  - A single node that starts a day ahead keeps every record, and trusts its clock again when an
+    operator says so.  A node that starts a day behind refuses timestamps and names its own clock.
+  - A node of three that starts a day ahead and leads keeps every record.  A node that is set a day
+    back hands its leadership over, and the other nodes accept records.
+  - (long) Three nodes that all start a day ahead keep every record.  A single node trusts its clock
+    again after the grace period.  A node runs for 20 s under a clock that is a day ahead.
 
-Retention runs ten times a second in these nodes.  That it ran is told by a topic that is bounded by
-size: its log start moves whatever the time is.
+Retention runs ten times a second in these nodes.  A topic that is bounded by size shows that it
+ran: the topic's log start moves whatever the time is.
 """
 
 from __future__ import annotations
@@ -132,7 +132,9 @@ class Nodes:
     # -- retention ---------------------------------------------------------------------------------
 
     def retention_runs(self, *names: str) -> None:
-        """Until each of these topics, which are bounded by size, has lost something anew."""
+        """Wait until each of these topics, which are bounded by size, has deleted further
+        records.
+        """
         for name in names:
             before = self.state(name).log_start
             self.fill(name)
@@ -185,7 +187,9 @@ def a_single_node(home: Path) -> list[Verdict]:
 
 
 def one_of_three(home: Path) -> list[Verdict]:
-    """A node starts a day ahead and leads what nobody else has; then it is set a day back."""
+    """A node starts a day ahead and leads records that no other node has; then it is set a day
+    back.
+    """
     with nodes_of(home, 3) as nodes:
         for name, configs in (("aged", STAMPED), ("sized", SIZED)):
             nodes.create(name, configs, 1)
@@ -241,7 +245,7 @@ def goes_on_after_the_grace(home: Path) -> list[Verdict]:
 
 
 def _refusal(nodes: Nodes, name: str) -> errors.PkError:
-    """What a producer with the right time is told at once."""
+    """Return the error that a producer with the right time gets at once."""
     with Producer(nodes.cluster.address, linger_ms=0) as producer:
         refusal = producer.send(name, value=VALUE).exception(timeout=60)
     assert isinstance(refusal, errors.InvalidRecord), refusal

@@ -1,18 +1,19 @@
 """Flipped bits in log files: of topics with one copy, and of one replica of three (rule L9).
 
-A server with topics of every codec is filled; bits of batches are flipped in its `.log` files:
-while it runs, after a stop, or after a kill.  Then everything is read.  Kept:
+The run fills a server with topics of every codec, and flips bits of batches in its `.log` files:
+while the server runs, after a stop, or after a kill.  Then it reads everything.  What must hold:
 
   whole     each acknowledged record outside the damaged batches is read, with its own value
-  told      each damaged batch is told as DataLoss, and nothing beyond it is
-  goes on   the partition takes new records, at offsets that were not given before
+  reported  each damaged batch is reported as DataLoss, and no other batch is
+  continues the partition takes new records, at offsets that were not given before
   repaired  `pk log repair --yes` leaves the same records, and no error
 
-One flip a batch; the batch's header is as likely as its body.  No two batches side by side are hit,
-but in the last round of the long form: there a whole batch between such neighbours may be told as
-lost, for nothing proves its place; what is read must still be right.
+Each damaged batch gets one flip; the batch's header is as likely to be hit as its body.  No two
+neighbouring batches are hit, except in the last round of the long form.  There an undamaged batch
+between two damaged ones may be reported as lost, because nothing proves its place; all records that
+are read must still be right.
 
-Then three nodes, of which one replica is damaged (_replica_damage.py).
+Then the same for three nodes of which one replica is damaged (_replica_damage.py).
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ class Readings:
     told: int = 0
 
     def kept(self, ledger: Ledger) -> bool:
-        """Between neighbours whose headers were hit a whole batch may be told as lost."""
+        """Check what is read.  Between neighbours with damaged headers a whole batch may be
+        reported lost.
+        """
         if self.wrong or self.untold or self.errors:
             return False
         return ledger.anywhere or not (self.missing or self.beyond)

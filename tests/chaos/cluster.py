@@ -69,7 +69,9 @@ class TestedCluster(EmbeddedCluster):
         return AdminClient(",".join(addresses), request_timeout_ms=int(ASK_S * 1000))
 
     def topic(self, name: str, timeout_s: float = 60.0, *but: int) -> list[PartitionDescription]:
-        """Its partitions, as soon as somebody tells; not from the brokers `but`."""
+        """Return the topic's partitions as soon as a broker answers; the brokers `but` are not
+        asked.
+        """
         deadline = monotonic_s() + timeout_s
         while True:
             try:

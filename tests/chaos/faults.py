@@ -184,7 +184,7 @@ def _new_client_is_served(
 
 
 def _leader(admin: AdminClient, topic: str, partition: int) -> int:
-    """-1: nobody leads, or nobody says."""
+    """Return the leader; -1 = the partition has no leader, or no broker answers."""
     try:
         return admin.describe_topics([topic], timeout_s=ASK_S)[partition].leader
     except errors.PkError:
@@ -214,12 +214,12 @@ def _judge(
 
 
 def mute_leader(campaign: Campaign, plan: Round, load: Load) -> None:
-    """What a leader says reaches nobody; it hears all."""
+    """Cut what a leader sends: its messages reach no node, and it receives those of all nodes."""
     _one_way(campaign, plan, load, speaks=False)
 
 
 def deaf_leader(campaign: Campaign, plan: Round, load: Load) -> None:
-    """A leader hears nobody; what it says arrives."""
+    """Cut what a leader receives: no message reaches it, and its own messages arrive."""
     _one_way(campaign, plan, load, speaks=True)
 
 

@@ -1,18 +1,20 @@
-"""The network between the nodes of a cluster under test, one TCP proxy a link, which can be cut.
+"""The network between the nodes of a cluster under test: one TCP proxy per link, which can be cut.
 
     python tests/chaos/proxy.py LINK …        LINK = FROM:TO:PORT:TARGET_PORT, all on loopback
 
-FROM connects to PORT and reaches TARGET_PORT of TO.  Commands come on standard input, one a line,
-each answered by `ok`:
+FROM connects to PORT and reaches TARGET_PORT of TO.  Commands come on standard input, one per line,
+and each is answered by `ok`:
 
-    cut A B     bytes from A to B do not pass, whoever opened the connection
-    heal        all pass again, those that were held included, in order
+    cut A B     bytes from A to B do not pass, whichever end opened the connection
+    heal        all bytes pass again, in order, including those that were held
 
-A cut loses nothing that is under way: as with a real network, what was not delivered is sent again
-until the link is back or an end gives up.  While any direction is cut no new connection comes about
-(a handshake needs both); one that was asked for meanwhile is made on healing.
-A process of its own, so that the driver's work does not delay what passes.  It accepts also for a
-target that is down: FROM sees a reset where it would have been refused.
+A cut loses no bytes that are under way.  A real network also sends undelivered bytes again until
+the link is back or an end gives up.  While a direction is cut, no new connection is established,
+because a handshake needs both directions; a connection that was requested meanwhile is made when
+the link heals.
+
+The proxy is a process of its own, so the driver's work does not delay the traffic.  It accepts
+connections for a target that is down as well: FROM then sees a reset instead of a refusal.
 """
 
 from __future__ import annotations

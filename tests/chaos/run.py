@@ -207,7 +207,7 @@ class Driver:
                 return
             try:
                 batches = consumer.poll_batches(timeout_s=0.5)
-            except errors.RetriableError:  # what lasts is told; the deadline here judges it
+            except errors.RetriableError:  # an error that lasts is reported by the deadline here
                 continue
             for partition, batch in batches:
                 offsets = batch.column("offset").to_pylist()

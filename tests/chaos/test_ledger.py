@@ -41,7 +41,7 @@ def test_what_is_allowed(found: list[tuple[int, int]]) -> None:
         ([(1, 1), (0, 0)], "D1"),  # offsets go back
         ([(0, 1), (1, 0)], "D1"),  # order turned
         ([(0, 0), (1, 1), (2, 3)], "D4"),  # refused, yet there
-        ([(0, 0), (1, 1), (2, 9)], "D5"),  # nobody sent it
+        ([(0, 0), (1, 1), (2, 9)], "D5"),  # no producer sent it
         ([(0, 0), (1, 1), (2, -1)], "D5"),
     ],
 )

@@ -1,8 +1,10 @@
-"""What one broker answers, whatever the others say: frames on two streams, no client library.
+"""What a single broker answers, whatever the other brokers say: frames on two streams, without the
+client library.
 
-The library would leave a leader that lost its office; this stays, as a client would that nobody
-told.  One stream asks for acks=1 again and again and remembers when it was last served; the other
-sends one acks=all batch, which an isolated leader can only park, and keeps what it is answered.
+The library would leave a leader that was replaced.  The witness stays with it, as a client would
+that has not learnt of the election.  One stream asks for acks=1 again and again, and the witness
+notes when it was last served.  The other stream sends one acks=all batch, which an isolated leader
+can only park, and the witness keeps the answer.
 """
 
 from __future__ import annotations

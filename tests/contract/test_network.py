@@ -285,7 +285,7 @@ def test_nobody_listens(run: Run) -> None:
         for _ in range(2):
             with pytest.raises(Disconnected):
                 await nets.connect(address, StreamKind.CONTROL)
-        # wire/grpc_network N4: and once somebody listens again, the next attempt succeeds
+        # wire/grpc_network N4: once a server listens again, the next attempt succeeds
         listener = await nets.server.listen(address, echo)
         stream = await nets.connect(listener.address, StreamKind.CONTROL)
         await stream.send(b"x")
@@ -311,7 +311,7 @@ def test_a_taken_address_is_refused(tmp_path: Any) -> None:
 
 
 def test_a_shut_down_server_breaks_the_stream_at_once(run: Run) -> None:
-    """R7: also a client that only waits is told; nobody has to send to find out."""
+    """R7: a client that only waits notices the end of the stream; it need not send to find out."""
 
     async def test(nets: Nets) -> None:
         told = asyncio.Event()
@@ -415,7 +415,9 @@ def test_a_malformed_pack_breaks_the_stream() -> None:
 
 
 def test_a_killed_process_is_noticed_at_once() -> None:
-    """R7: kill -9 resets the connection; nobody waits for a keepalive (which takes 10 s)."""
+    """R7: kill -9 resets the connection; the peer does not wait for a keepalive (which takes
+    10 s).
+    """
     code = (
         "import asyncio\n"
         "from pk.wire.grpc_network import GrpcNetwork\n"

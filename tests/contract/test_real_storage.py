@@ -78,8 +78,8 @@ def test_no_descriptor_for_now_says_nothing_of_the_disk(
 def test_a_directory_can_be_synced_without_a_descriptor_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """log/storage D2: a name that was given is nobody's to take back, so one is kept for that, also
-    for many at once, and again later.
+    """log/storage D2: a file name that was created cannot be taken back, so a descriptor is kept in
+    reserve for the sync of its directory; also for many directories at once, and again later.
     """
     storage = RealStorage(str(tmp_path))
     storage.lock()

@@ -264,8 +264,9 @@ def test_silent_connections_displace_each_other_and_keep_nobody_out(
 
 
 def test_clients_leave_room_for_brokers_and_one_address_for_others(monkeypatch: Any) -> None:
-    """wire/connection_quotas N10, L17: who is refused is told so, and comes in when another has
-    left."""
+    """wire/connection_quotas N10, L17: a client over the quota is refused with an error that says
+    so, and is accepted once another client has left.
+    """
     monkeypatch.setattr(limits, "CONNECTIONS_MAX", 8)
 
     async def test() -> None:
@@ -385,7 +386,7 @@ def test_a_watch_looks_at_all_its_streams_and_then_rests(monkeypatch: Any) -> No
 
 
 def test_a_listener_closes_while_a_peer_has_not_said_its_end() -> None:
-    """Of a stream whose handler is through: nobody is left to wait for."""
+    """The stream's handler has returned, so the listener waits for no handler."""
 
     async def refuse(_kind: StreamKind, stream: Stream) -> None:
         stream.close()

@@ -207,8 +207,9 @@ def test_sync_all_reaches_every_file_and_directory(
 def test_one_failure_fails_all_that_is_synced_with_it(
     storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """log/storage D2: whoever asks hears of it, and returns only when nothing is under way any
-    more."""
+    """log/storage D2: every caller of the sync gets the error, and each call returns only when no
+    sync is under way any more.
+    """
     files = [storage.open(f"f{number}", create=True) for number in range(20)]
     if isinstance(storage, RealStorage):
         bad = files[7]
@@ -323,8 +324,9 @@ def test_any_other_failure_takes_the_storage_offline(
 def test_what_cannot_be_told_is_not_taken_for_absent(
     storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """log/storage D2: a partition that seems not to be here would be made anew, and empty,
-    elsewhere."""
+    """log/storage D2: a partition that is wrongly taken for absent would be created empty in
+    another directory.
+    """
     storage.make_dir("t-0")
     assert storage.exists("t-0")
     if isinstance(storage, SimStorage):

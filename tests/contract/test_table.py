@@ -361,7 +361,8 @@ def test_what_was_removed_is_vacuumed_once_whoever_removed_it(run: Run) -> None:
         read = await other.load([0])
         assert read is not None
         await remove(other, read)
-        assert await table.vacuum(0, always) >= 1  # a new handle does not know what is gone already
+        # a new handle does not know which files are deleted already
+        assert await table.vacuum(0, always) >= 1
         assert await table.vacuum(0, always) == 0
         newest = await table.load([0])
         assert newest is not None
@@ -391,7 +392,7 @@ def test_a_vacuum_asks_before_it_deletes(run: Run) -> None:
 
 
 def test_a_file_that_is_live_again_is_not_vacuumed(run: Run) -> None:
-    """Somebody restored the version before the removal."""
+    """A user restored the table's version before the removal."""
 
     async def test(kit: Kit) -> None:
         table, snapshot = await created(kit)
@@ -546,7 +547,7 @@ def test_many_commits_survive_checkpoints(tmp_path: Path) -> None:
 
 
 class SetClock(SystemClock):
-    """A wall clock that somebody sets."""
+    """A wall clock that the test sets."""
 
     off_ms = 0
 

@@ -64,7 +64,9 @@ def read(address: str, topic: str, count: int, **options: Any) -> list[Any]:
 def test_a_topic_that_is_created_again_takes_what_is_sent_right_after(
     server: EmbeddedServer, admin: AdminClient
 ) -> None:
-    """A long-lived producer hears of both, one after the other; it sends whenever it likes."""
+    """A long-lived producer sends at any time; it learns of the deletion and of the new topic one
+    after the other.
+    """
     admin.create_topic("again", 3)
     with Producer(server.address, linger_ms=0) as producer:
         producer.send("again", b"first").result(30)
@@ -254,7 +256,9 @@ def test_a_killed_broker_costs_no_acknowledged_record_and_doubles_none(
 
 
 def test_a_forked_child_is_told_to_open_its_own(server: EmbeddedServer, topic: str) -> None:
-    """Whatever it calls: nothing is taken that nobody would send, or read twice."""
+    """Whatever the child calls: the server takes no record that the parent did not send, and no
+    record is read twice.
+    """
     code = (
         "import os, sys, warnings\n"
         "warnings.simplefilter('ignore')\n"

@@ -1,4 +1,4 @@
-"""Several nodes, real processes: one metadata quorum, whoever dies."""
+"""Several nodes as real processes: one metadata quorum, whichever node dies."""
 
 from __future__ import annotations
 
@@ -109,7 +109,9 @@ def test_three_nodes_go_on_whoever_dies(cluster: EmbeddedCluster) -> None:
 
 
 def test_a_stopped_controller_holds_nobody(cluster: EmbeddedCluster) -> None:
-    """It accepts connections and says nothing: silence is told by a timeout."""
+    """The stopped controller accepts connections and does not answer, so only a timeout shows that
+    it is silent.
+    """
     nodes = {node.node_id: node for node in cluster.add(1, 2, 3)}
     cluster.start()
     active = quorum(nodes[1].listen).leader_id

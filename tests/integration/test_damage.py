@@ -66,8 +66,9 @@ def refused(consumer: Consumer, kind: type[errors.PkError], says: str) -> errors
 
 
 def test_both_sides_of_a_damaged_batch_are_read_and_the_range_is_told_once(tmp_path: Path) -> None:
-    """Rule L9 on the only copy: the reader hears of the range, once, and goes on behind it; the
-    partition is led, appended to, and says what is wrong with it; a restart does not hide it.
+    """Rule L9 on the only copy: the reader gets the damaged range as an error once, and continues
+    behind it.  The partition has a leader, takes appends, and reports its damage; a restart does
+    not hide the damage.
     """
     with EmbeddedServer(tmp_path) as server, AdminClient(server.address) as admin:
         admin.create_topic(TOPIC, 2, {"retention_ms": -1, "segment_bytes": 65_536})
@@ -89,7 +90,8 @@ def test_both_sides_of_a_damaged_batch_are_read_and_the_range_is_told_once(tmp_p
             assert consumer.position(place) == FLIPPED + 1
             assert values(consumer, BATCHES - FLIPPED - 1) == whole[FLIPPED:]
             consumer.seek(place, FLIPPED)
-            refused(consumer, errors.DataLoss, "checksum")  # whoever asks there hears of it
+            # a reader that starts in the range gets the error
+            refused(consumer, errors.DataLoss, "checksum")
         described = {each.partition: each for each in admin.describe_topics([TOPIC])}
         assert isinstance(described[0].error, errors.CorruptLog)
         assert "pk log repair" in described[0].error.message

@@ -1,7 +1,7 @@
-"""Addresses where nobody answers: a time-out bounds connecting, too, and says whom it waited for.
+"""Addresses without a server: a timeout bounds connecting, too, and the error names the address.
 
-A dead port refuses; a black hole accepts and never says a word.  What a command gives up after
-stands in its message: no clock is asked here.
+A dead port refuses the connection; a black hole accepts it and never answers.  The message of the
+error contains how long the command waited, so the tests read no clock.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def nowhere(request: pytest.FixtureRequest) -> Iterator[str]:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         if request.param == "black hole":
-            sock.listen(64)  # the kernel accepts; nobody reads
+            sock.listen(64)  # the kernel accepts; no process reads
         yield f"127.0.0.1:{sock.getsockname()[1]}"
 
 

@@ -167,7 +167,7 @@ def test_a_directory_that_fails_takes_its_own_partitions_offline(
         assert producer.send("three", b"x").result(PATIENCE_S).offset == 0
         (three,) = admin.describe_topics(["three"])
         assert three.directory == str(node.home / "a")
-        # a broker that starts anew finds the directory dead: its records are there, not gone
+        # a broker that is restarted finds the directory failed: its records still exist
         old = node.server.pids()["broker"]
         node.server.kill("broker")
         node.server.wait_restarted("broker", old)

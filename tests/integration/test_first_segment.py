@@ -47,7 +47,7 @@ def lose_the_first(folder: Path) -> int:
 
 
 def read(server: EmbeddedServer, end: int) -> tuple[list[int], list[tuple[int, int]]]:
-    """The numbers a consumer gets from the beginning, and the ranges that it is told are lost."""
+    """Read from the beginning: the numbers, and the ranges that the consumer reports as lost."""
     got: list[int] = []
     lost: list[tuple[int, int]] = []
     deadline = monotonic_s() + PATIENCE_S

@@ -72,7 +72,7 @@ def flip(path: Path, at: int) -> None:
 
 
 def refused(address: str, partition: int, kind: type[errors.PkError]) -> str:
-    """Readers and producers are told so, and nothing is appended."""
+    """Check that readers and producers get this error, and that nothing is appended."""
     with pytest.raises(kind) as told:
         read(address, partition, 1)
     with Producer(address) as producer, pytest.raises(kind):

@@ -25,6 +25,8 @@ def test_damage_in_a_replica_is_copied_nowhere_and_heals(tmp_path: Path) -> None
 
 
 def test_damage_that_nobody_else_has_stops_followers_and_table(tmp_path: Path) -> None:
-    """Readers are told the range and go on; `pk log repair` makes all three logs the same."""
+    """Readers get the range as an error and continue; `pk log repair` makes all three logs the
+    same.
+    """
     (verdict,) = replica_damage.run(random.Random(5), tmp_path / "only", 1, "only copy")
     assert verdict.kept, verdict

@@ -1,5 +1,6 @@
-"""Rule T17 on a real server: rows that another engine takes out of a topic's table are told, and
-come back or are settled by command only."""
+"""Rule T17 on a real server: rows that another engine deletes from a topic's table are reported.
+They come back, or the loss is accepted, by a command only.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +74,7 @@ class Cold:
         return DeltaTable(unquote(urlsplit(uri).path))
 
     def read(self, end: int) -> tuple[list[int], list[tuple[int, int]]]:
-        """The offsets that a consumer gets from the beginning, and the losses it is told."""
+        """Read from the beginning: the offsets, and the losses that the consumer reports."""
         offsets: list[int] = []
         losses: list[tuple[int, int]] = []
         place = TopicPartition(self.name, 0)
@@ -207,8 +208,9 @@ def test_files_without_statistics_are_counted_from_their_footers(
 
 
 def test_rows_below_the_log_start_may_be_erased(server: tuple[EmbeddedServer, AdminClient]) -> None:
-    """Deleted records that share a file with later ones: erased by another engine, missed by
-    nobody.  What a RESTORE brings back of them goes again."""
+    """Deleted records share a file with later ones; another engine erases them, and no error is
+    reported.  If a RESTORE brings them back, they are removed again.
+    """
     it = Cold(*server, "erased", kept_ms=0)
     version = it.table().version()
     it.admin.delete_records({TopicPartition("erased", 0): 100})

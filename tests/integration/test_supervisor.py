@@ -130,7 +130,7 @@ def create(address: str, name: str) -> None:
 
 
 def topics(address: str) -> dict[str, list[int]]:
-    """Names and the leaders of their partitions; {} while nobody answers."""
+    """Return the topics' names with the leaders of their partitions; {} while no broker answers."""
     try:
         reply = call(address, wire.MetadataRequest()).metadata_reply
     except errors.BrokerUnavailable:

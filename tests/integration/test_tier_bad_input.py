@@ -1,7 +1,8 @@
-"""Somebody damages the table or the store: typed errors that name cause and who acts, nothing lost.
+"""Damage to the table or the store leads to typed errors that name the cause and who must act; no
+record is lost.
 
-Each test lets the table go wrong, sees the problem reported and copying stopped, then repairs it
-and sees everything there once (rule T8, the bad-input list).
+Each test damages the table, sees the problem reported and copying stopped, then repairs the table
+and finds every record in it once (rule T8, the bad-input list).
 """
 
 from __future__ import annotations
@@ -112,7 +113,9 @@ def test_a_table_at_a_lower_version(tmp_path: Path) -> None:
 
 
 def test_an_old_copy_is_noticed_after_a_restart(tmp_path: Path) -> None:
-    """The broker remembers what it was told: a restored backup that holds less is refused."""
+    """The broker remembers how far the table reached, and refuses a restored backup that holds
+    less.
+    """
 
     async def test(it: Bench, log: LiveLog) -> None:
         (max((home(tmp_path) / "_delta_log").glob("*.json"))).unlink()

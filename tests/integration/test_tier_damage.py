@@ -103,7 +103,7 @@ def test_a_store_that_cannot_be_written_serves_cold_reads(place: Path) -> None:
 def test_a_damaged_file_is_described_and_comes_back_from_the_local_log(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The executors tell of it: what they read is in the local log, too."""
+    """The Spark executors report the damaged file; the local log has its records, too."""
     from pk.sparkconnector.connection import cluster
 
     with serve(place) as server, AdminClient(server.address) as admin:

@@ -46,7 +46,9 @@ def test_lists_come_back(
 
 
 def hostile(raw: bytes) -> None:
-    """Whoever gets these bytes ends with rows that Arrow finds valid, or a typed error."""
+    """Feed these bytes to every reader: each ends with rows that Arrow finds valid, or a typed
+    error.
+    """
     try:
         header = batch.check(raw)
         columns.validate_body(raw, header, 10**5)

@@ -113,7 +113,7 @@ class World:
         self.now_ms = 0
 
     def check(self) -> None:
-        """wire/inbound M1, counted anew."""
+        """wire/inbound M1, with the bytes counted independently."""
         budget = self.budget
         mine = [each for each in self.peers + self.closed if not each.account.reserved]
         for each in mine:
@@ -176,7 +176,9 @@ def test_the_budget_is_kept_and_an_honest_peer_is_served(
 
 @given(st.integers(0, 2**32), POOLS)
 def test_half_received_frames_fill_the_pool_and_finish_nonetheless(seed: int, pool: int) -> None:
-    """wire/inbound M2: all send large frames at once, none stalls: all finish, nobody is closed."""
+    """wire/inbound M2: all peers send large frames at once and none stalls, so all finish and no
+    stream is closed.
+    """
     world = World(seed, ["floods"] * STREAMS, pool)
     peers = list(world.peers)
     for _ in range(2_000):

@@ -112,7 +112,7 @@ class Life:
         self.epoch = 0
         self.deaths = 0
         self.low: int | None = None  #: it is being cut to there
-        self.fresh: int | None = None  #: it is being begun anew there
+        self.fresh: int | None = None  #: the offset at which the log is being started again
         self.log = self.open(clean=True)
 
     def open(self, *, clean: bool, same_boot: bool = True) -> PartitionLog:
@@ -345,7 +345,7 @@ class Life:
             assert end in (self.fresh, self.start), (end, self.fresh, self.start)
             self.list, self.origin, self.dropped, self.known_exactly = [], end, False, True
             return
-        if end == self.fresh:  # the snapshot that came with the new beginning knows nobody
+        if end == self.fresh:  # the snapshot at the new log start knows no producers
             self.known_exactly = False
         assert anew or end >= floor, (end, floor, self.log.notes)
         self.list = [b for b in everything if b.next <= end]
@@ -359,7 +359,7 @@ class Life:
         """What the log holds from there on; all of it was once decided for where it stands."""
         found: list[Batch] = []
         first = self.log.segments[0].base_offset
-        if first > offset:  # dropped, or begun anew
+        if first > offset:  # dropped, or the log started again
             found += [b for b in self.list if offset <= b.base and b.next <= first]
             offset = first
         while offset < self.log.written_end:

@@ -264,7 +264,7 @@ class Model:
         )
 
     def optimize(self, partition: int) -> None:
-        """Somebody's OPTIMIZE: all files of a partition become one."""
+        """Run OPTIMIZE as another engine would: all files of a partition become one."""
         snapshot = self.snapshot()
         files = list(snapshot.files_of(partition)) if snapshot is not None else []
         if len(files) < 2:

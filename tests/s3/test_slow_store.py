@@ -1,7 +1,8 @@
-"""A store that is slow, then silent, behind a running node; nobody closes a connection.
+"""A store that is slow, then silent, behind a running node; it never closes a connection.
 
-Produce and reads of the local log do not meet the store; tiering waits and says for what; nothing
-leaves the local log before the table covers it; afterwards everything is there once (T3, T5, T6).
+Produce and reads of the local log do not touch the store.  Tiering waits, and reports what it waits
+for.  No segment leaves the local log before the table covers it.  Afterwards every record is there
+once (T3, T5, T6).
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Town(Kit):
         return self.sim.loop.now_us / 1000
 
     def silence(self, n: int, *also: str, heal: bool = False) -> None:
-        """Broker `n` answers nobody and its streams stay open."""
+        """Let broker `n` answer no request, while its streams stay open."""
         others = [f"b{each}" for each in self.boots if each != n]
         change = self.sim.network.heal if heal else self.sim.network.cut
         for name in ("controller", "admin", "producer", "reader", *others):

@@ -149,7 +149,9 @@ class Kit:
             assert said == set(broker.core.partitions)
 
     def hold_metadata(self, n: int) -> Callable[[], None]:
-        """Broker `n` hears of nothing new until what is returned is called; then in one chunk."""
+        """Withhold all new metadata from broker `n` until the returned function is called; it then
+        gets them in one chunk.
+        """
         follower, clock, held = self.brokers[n].core.publisher, self.brokers[n].core.clock, [True]
         poll = follower._poll
 

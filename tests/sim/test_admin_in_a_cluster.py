@@ -93,7 +93,7 @@ def test_a_partition_without_leader_is_described_too(make: Any) -> None:
 
 
 def test_a_silent_broker_delays_a_description_but_a_moment(make: Any) -> None:
-    kit = make(8, broker_session_timeout_ms=60_000)  # nobody else says that it is gone
+    kit = make(8, broker_session_timeout_ms=60_000)  # no other broker reports that it is gone
     kit.spread("t")
     silent = kit.state("t").leader
     kit.silence(silent)

@@ -1,7 +1,7 @@
 """Clients of a cluster of several production brokers: leaders die, move, fall silent and come back
-elsewhere, and nobody who sends or reads has to care.
+elsewhere, and applications that send or read need not do anything.
 
-Times are simulated; every bound here is one that a client which waits for the wrong thing misses.
+Times are simulated.  A client that waits for the wrong thing misses every bound here.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def test_a_silent_leader_is_left_when_another_is_elected(make: Any, seed: int) -
 
 @pytest.mark.parametrize("seed", range(1))
 def test_two_that_push_may_fall_silent(make: Any, seed: int) -> None:
-    """Who tells of changes is asked whether it is still there (client/network_client K3)."""
+    """The client asks the broker that pushes changes whether it is still there
+    (client/network_client K3).
+    """
     kit = make(seed, brokers=5)
     kit.create("t", min_insync_replicas=1)
     lines, reader = Lines(kit, "t"), Reader(kit, "t")
@@ -82,7 +84,7 @@ def test_two_that_push_may_fall_silent(make: Any, seed: int) -> None:
     for n in silent:
         kit.silence(n)
     if set(replicas) <= set(silent):
-        return  # nobody is left to lead
+        return  # no broker is left to lead
     assert lines.after() < PING_MS + SESSION_MS + 4_000
     assert reader.after() < PING_MS + 4_000
     lines.stop()
@@ -172,7 +174,7 @@ def test_what_cannot_be_sent_again_is_said_to_be_unknown(make: Any) -> None:
 def test_dead_bootstrap_addresses_are_passed_over(make: Any) -> None:
     kit = make(2)
     kit.create("t", min_insync_replicas=2)
-    for name in ("hole", "pit"):  # nobody refuses there, nobody answers
+    for name in ("hole", "pit"):  # these addresses do not refuse and do not answer
         kit.sim.network.cut("producer", f"{name}:9292")
     lines = Lines(kit, "t", bootstrap=["hole:9292", "gone:9292", "pit:9292", "b2:9292"])
     assert lines.after() < 2 * HEDGE_MS + 100
@@ -184,7 +186,7 @@ def test_dead_bootstrap_addresses_are_passed_over(make: Any) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_a_silent_broker_delays_no_newcomer(make: Any, seed: int) -> None:
-    """Whoever comes while a broker hangs is served by the others."""
+    """A client that starts while a broker hangs is served by the other brokers."""
     kit = make(seed, brokers=4)
     kit.create("t", min_insync_replicas=1)
     (idle,) = set(kit.boots) - set(kit.state("t").replicas)
@@ -250,7 +252,9 @@ def test_a_broker_that_comes_back_elsewhere_is_found(make: Any) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_an_elected_leader_that_does_not_know_is_waited_for(make: Any, seed: int) -> None:
-    """Metadata travel: a broker that is behind refuses, or tells of the past."""
+    """Metadata take time to arrive: a broker that is behind refuses, or answers from older
+    metadata.
+    """
     kit = make(seed)
     kit.create("t", min_insync_replicas=2)
     lines, reader = Lines(kit, "t"), Reader(kit, "t")
@@ -308,7 +312,9 @@ def test_a_partition_without_leader_is_waited_for_and_named(make: Any) -> None:
 
 
 def test_an_unclean_election_is_told_to_readers(make: Any) -> None:
-    """KIP-320, rule R4: what was read is gone; the reader hears of it and goes on where it says."""
+    """KIP-320, rule R4: the records that were read are lost; the reader gets an error and continues
+    at the offset that the error names.
+    """
     kit = make(9)
     kit.create("t", min_insync_replicas=1)
     lines, reader = Lines(kit, "t", acks="1", enable_idempotence=False), Reader(kit, "t")

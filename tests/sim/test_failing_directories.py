@@ -57,8 +57,9 @@ def kit() -> Iterator[Houses]:
 
 
 def test_a_directory_that_fails_and_comes_back(kit: Houses) -> None:
-    """broker/metadata_publisher M4, M6, L2, L3: its replicas leave the ISR and are not made
-    anew elsewhere; the others stay; when it is back, its records are compared before they count.
+    """broker/metadata_publisher M4, M6, L2, L3: its replicas leave the ISR and are not created in
+    another directory; the other directory's replicas stay.  When the directory is back, its logs
+    are compared with the leaders' before they count.
     """
     names = [f"t{number}" for number in range(4)]
     for name in names:

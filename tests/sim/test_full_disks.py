@@ -98,7 +98,7 @@ class _Full:
 
 @pytest.mark.parametrize("step", [0, 2, 4])
 def test_a_log_that_was_left_half_way_goes_on_when_there_is_room(make: Any, step: int) -> None:
-    """Rule L2: until then it is told to be offline, and no restart is needed."""
+    """Rule L2: until then the replica is reported offline, and no restart is needed."""
     kit = make(28, auto_leader_rebalance_enable=False)
     ledger, old = _parted(kit)
     full = _Full(kit, old, step)

@@ -1,4 +1,4 @@
-"""L16 in a cluster: leaders whose disk is full hand over; full followers hold nobody up."""
+"""L16 in a cluster: leaders whose disk is full hand over; full followers delay no other replica."""
 
 from __future__ import annotations
 

@@ -52,8 +52,8 @@ def hold_reads(partition: Partition, clock: Any) -> list[Any]:
 
 
 def test_what_a_leader_reads_after_its_office_is_no_answer_of_it(make: Any) -> None:
-    """Rules R4, L5: its log was cut and filled by the next leader meanwhile.  A replica that has
-    not heard of that one would put records of the new epoch upon those of the old.
+    """Rules R4, L5: the log was truncated and filled by the next leader meanwhile.  A replica that
+    does not know this leader yet would append records of the new epoch to records of the old.
     """
     kit = make(1, auto_leader_rebalance_enable=False)
     kit.create("t")

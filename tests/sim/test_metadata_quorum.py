@@ -39,7 +39,7 @@ class Node:
 
 
 class Cluster:
-    """Nodes that may die and come back, and what clients were told is committed."""
+    """Nodes that may die and come back, and the writes that clients know are committed."""
 
     def __init__(self, seed: int, size: int = 3) -> None:
         self.sim = SimWorld(seed)

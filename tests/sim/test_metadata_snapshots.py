@@ -55,7 +55,7 @@ class Node:
 
 
 class Cluster:
-    """Nodes that may die in any operation, and what clients were told is committed."""
+    """Nodes that may die in any operation, and the writes that clients know are committed."""
 
     def __init__(
         self, seed: int, size: int = 3, rules: SnapshotRules = OFTEN, voters: int = 9
@@ -160,7 +160,7 @@ class Cluster:
                     self.sim.network.heal(a.name, b.name)
 
     def image(self, node: Node, end: int | None = None) -> MetadataImage:
-        """As whoever replays the node's log has it, up to what it knows is committed."""
+        """Return the image of the node's log, up to the end that it knows is committed."""
         log, image = node.log, MetadataImage()
         assert log is not None
         self.sim.run(log._open_reader.replay(image.apply, log.committed if end is None else end))
@@ -484,7 +484,7 @@ def test_a_vote_does_not_wait_for_a_snapshot_and_ends_its_loading(
     assert log is not None
     assert leader is not None
     other = next(node for node in cluster.nodes if node not in (late, leader))
-    for node in cluster.nodes:  # nobody else says a word
+    for node in cluster.nodes:  # it receives messages from no other node
         cluster.sim.network.cut(other.name, node.name)
     if hangs:
         cluster.sim.network.cut(leader.name, late.name)
@@ -579,8 +579,7 @@ def test_one_is_made_in_time_if_there_is_anything_new(make: Any) -> None:
 
 
 def test_one_that_cannot_be_made_is_made_later(make: Any) -> None:
-    """metadata/snapshot_generator K3: a full disk; nothing is left of the attempt, and nobody is
-    told."""
+    """metadata/snapshot_generator K3: the disk is full; no file remains, no listener is called."""
     cluster = make(10, size=1)
     (node,) = cluster.nodes
     cluster.until(lambda: node.heard("metadata_snapshot") >= 1)

@@ -1,5 +1,5 @@
-"""A replica that is begun anew knows the producers: one that its leader takes for complete may lead
-next, and a retry is stored once (rules R5, L6).
+"""A replica that starts again at a later offset knows the producers: if its leader takes it for
+complete it may lead next, and a retry is still stored once (rules R5, L6).
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ async def drop(kit: Kit, n: NodeId, before: Offset) -> None:
 
 
 def test_a_segment_that_goes_while_its_snapshot_is_read_is_not_where_to_begin(make: Any) -> None:
-    """The snapshot goes with its segment; an empty answer would say that nobody wrote."""
+    """The producer snapshot is deleted with its segment; an empty answer would mean that no
+    producer wrote.
+    """
     kit = make(3, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2, segment_bytes=20_000)
     written(kit, "t", 3_500)

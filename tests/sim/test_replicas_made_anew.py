@@ -1,4 +1,4 @@
-"""Damaged replicas that are made anew (rule L9): who may still count on what they had."""
+"""Damaged replicas that are created again (rule L9): who may still rely on the records they had."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def outside(kit: Kit, topic: str) -> tuple[int, int]:
     assert partition.leader is not None
     known = partition.leader
     kit.until(lambda: n not in known.isr)
-    kit.until(lambda: known.end_of(n) == partition.log.written_end)  # compared anew since
+    # compared with the leader's log again
+    kit.until(lambda: known.end_of(n) == partition.log.written_end)
     return leader, n
 
 
@@ -33,8 +34,9 @@ def damage(kit: Kit, topic: str, n: int) -> None:
 
 
 def test_a_replica_made_anew_joins_when_its_leader_has_compared_it(make: Any) -> None:
-    """broker/metadata_publisher M8, replica/isr M4: the leader still knows what it had, and cannot
-    hear of the damage."""
+    """broker/metadata_publisher M8, replica/isr M4: the leader still knows which offsets the
+    replica had, and cannot learn of the damage.
+    """
     kit = make(21, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2)
     ledger = written(kit, "t", 100)
@@ -153,8 +155,9 @@ def test_a_replica_is_not_made_anew_on_an_image_from_before_the_answer(make: Any
 
 
 def test_what_is_well_again_when_a_heartbeat_is_answered_is_no_more_told(make: Any) -> None:
-    """broker/metadata_publisher M7: damaged once more, it is told once more, for it may have joined
-    the ISR meanwhile."""
+    """broker/metadata_publisher M7: a replica that is damaged a second time is reported a second
+    time, because it may have joined the ISR meanwhile.
+    """
     kit = make(27, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2)
     ledger = written(kit, "t", 100)

@@ -131,7 +131,9 @@ def test_an_isolated_leader_acknowledges_nothing(make: Any, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_what_only_the_old_leader_had_is_cut(make: Any, seed: int) -> None:
-    """acks=1 records that nobody else had, then another leader's: the logs part, and meet again."""
+    """The leader has acks=1 records that no follower has; then another replica leads.  The logs
+    diverge, and agree again.
+    """
     kit = make(seed)
     kit.create("t", min_insync_replicas=1)
     ledger = Ledger(kit, "t", acks="1", enable_idempotence=False)
@@ -273,7 +275,8 @@ def test_a_damaged_replica_is_made_anew(make: Any) -> None:
     kit.until(lambda: n in kit.state("t").isr)
     assert kit.state("t").leader != n
     kit.until(lambda: kit.in_sync("t"))
-    # Nobody reads it there, so nobody knows yet.  It is made the leader, and read.
+    # No broker reads the batch there, so the damage is not known yet.  Make this replica the
+    # leader, and read it.
     for other in (leader, kit.state("t").replicas[2]):
         kit.drain(other)
     kit.until(lambda: kit.state("t").leader == n)
@@ -407,7 +410,9 @@ def test_a_topic_that_went_while_a_broker_was_away(make: Any) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_an_acknowledged_deletion_is_not_undone(make: Any, seed: int) -> None:
-    """Rule T9, KIP-107: whoever may lead next knows it before it is acknowledged."""
+    """Rule T9, KIP-107: every replica that may lead next knows of a deletion before it is
+    acknowledged.
+    """
     kit = make(seed)
     kit.create("t", min_insync_replicas=2)
     ledger = Ledger(kit, "t")

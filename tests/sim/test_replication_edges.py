@@ -338,8 +338,8 @@ def test_an_older_registration_is_not_heard_beside_a_newer_one(make: Any) -> Non
 
 
 def test_an_older_stream_is_not_heard_beside_a_newer_one(make: Any) -> None:
-    """handlers/replica_fetch F1: what it said on a stream that broke comes late, and its log was
-    made anew since, under the same registration.
+    """handlers/replica_fetch F1: a fetch that the replica sent on a stream that broke arrives late;
+    its log was created again since, under the same registration.
     """
     kit = make(27, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2)
@@ -368,8 +368,8 @@ def test_an_older_stream_is_not_heard_beside_a_newer_one(make: Any) -> None:
 
 
 def test_a_minimum_that_is_raised_holds_for_what_is_parked(make: Any) -> None:
-    """R1: the leader hears of the new minimum and of the smaller ISR in one breath; what it has
-    parked is not acknowledged, for the member that left may lead next.
+    """R1: one delta brings the leader the new minimum and the smaller ISR.  The requests it has
+    parked are not acknowledged, because the member that left may lead next.
     """
     kit = make(25, auto_leader_rebalance_enable=False, replica_lag_time_max_ms=60_000)
     kit.create("t", factor=2, min_insync_replicas=1)
@@ -405,8 +405,9 @@ def test_a_minimum_that_is_raised_holds_for_what_is_parked(make: Any) -> None:
 
 
 def test_a_minimum_that_is_lowered_is_not_for_who_led_before(make: Any) -> None:
-    """R1, R6: a leader hears in one breath that another leads and that one copy is enough now; what
-    it parked, and the other never had, is not acknowledged.
+    """R1, R6: one delta says that another broker leads and that a single copy is enough now.  The
+    old leader does not acknowledge the requests that it parked, because the new leader never had
+    them.
     """
     kit = make(42, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2)
@@ -493,8 +494,8 @@ def test_a_leader_that_stops_with_a_full_lane(make: Any) -> None:
 def test_a_disk_that_is_full_when_a_log_is_cut_costs_no_other(
     make: Any, monkeypatch: pytest.MonkeyPatch, torn: bool
 ) -> None:
-    """Rule L2: a log that was left half-way is told to be offline, and what else lies on the disk
-    goes on; one that was not touched is cut once there is room.
+    """Rule L2: a log whose truncation stopped half-way is reported offline, and the other logs of
+    the disk continue.  A log that was not touched yet is truncated once there is room.
     """
     kit = make(28, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=1)
@@ -553,7 +554,9 @@ def test_a_leader_whose_log_was_left_half_way_is_followed_by_another(make: Any) 
 
 @pytest.mark.parametrize("which", [1, -1], ids=["between others", "the last"])
 def test_an_epoch_that_rotted_fences_nobody(make: Any, which: int) -> None:
-    """L9: a follower that took it could follow no leader to come; who has it is made anew."""
+    """L9: a follower that adopted the epoch could follow no later leader; the replica that has it
+    is created again.
+    """
     kit = make(12, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2)
     ledger = Ledger(kit, "t")

@@ -125,8 +125,8 @@ def test_a_rotten_copy_among_copies_without_power_waits_for_an_operator(rots_fir
 
 
 def test_a_rotten_copy_that_alone_was_ever_in_sync_waits_for_an_operator() -> None:
-    """With fewer copies than `min_insync_replicas` nothing was acknowledged (rule R1): whoever is
-    elected, all that was promised is there.
+    """With fewer copies than `min_insync_replicas` no record was acknowledged (rule R1): whichever
+    replica is elected, all acknowledged records are there.
     """
     kept, oracle = promise(min_insync_replicas="3")
     facts = FACTS._replace(isr=(1,), known=(1, 2))

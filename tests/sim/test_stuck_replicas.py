@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 
 
 def test_a_stream_that_opens_under_a_registration_that_is_over_goes(make: Any) -> None:
-    """KIP-903: what is confirmed on it counts for nobody who may join."""
+    """KIP-903: offsets that are confirmed on the old stream let no replica join the ISR."""
     kit = make(5, brokers=4, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2)
     written(kit, "t", 50)
@@ -92,7 +92,7 @@ def test_what_an_older_stream_gives_up_is_followed_on_the_newer_one(make: Any) -
     async def again() -> None:
         replicas.follow(partition, state)
 
-    replicas.leave(partition)  # nobody led, say
+    replicas.leave(partition)  # for example because no broker led
     kit.wait(100)
     link.delay_us = delay_us
     older.close()
@@ -107,7 +107,7 @@ def test_what_an_older_stream_gives_up_is_followed_on_the_newer_one(make: Any) -
 
 
 def test_what_a_checkpoint_flushed_counts_when_flush_on_ack_is_switched_on(make: Any) -> None:
-    """L2: a checkpoint tells nobody how far it came, and the next append may never be."""
+    """L2: a checkpoint does not report how far it flushed, and no further append may follow."""
     kit = make(8, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2)
     written(kit, "t", 20)

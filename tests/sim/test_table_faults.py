@@ -1,7 +1,7 @@
-"""Tables whose Delta log rots or whose rows another engine deletes (sim/table_faults.py): both are
-met within a run, readers are told, and nothing is lost once they are over.
+"""Tables whose Delta log rots, or whose rows another engine deletes (sim/table_faults.py): both
+happen within a run, readers get errors, and nothing is lost once the fault is over.
 
-What the rules keep from them is in sim/canaries.py.
+The canaries of the rules that protect the table are in sim/canaries.py.
 """
 
 from __future__ import annotations

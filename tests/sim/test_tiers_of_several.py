@@ -195,7 +195,7 @@ def test_who_leads_again_knows_no_more_of_the_table_than_when_it_led(
     first, second = kit.state("t").replicas
     assert kit.state("t").leader == first
     lead(kit, second)
-    if begun_anew:  # it is told where the local log of its leader begins, and looks at no file
+    if begun_anew:  # it learns where its leader's local log begins, and reads no file
         kit.kill(first)
     kit.wait(RETENTION_MS)
     begun_ms = kit.sim.world_of("producer").clock.wall_ms()
@@ -245,8 +245,8 @@ def test_who_is_cut_off_expires_nothing_in_the_table(two: tuple[Kit, Tiers]) -> 
 
 
 def test_a_replaced_leader_deletes_nothing_in_the_table(two: tuple[Kit, Tiers]) -> None:
-    """Rule T9: its successor does not know of the deletion, and the table is everybody's.  It was
-    replaced cleanly, so there is no claim that would refuse it (T4).
+    """Rule T9: the successor does not know of the deletion, and all replicas share the table.  The
+    leader was replaced cleanly, so no claim would refuse it (T4).
     """
     kit, tiers = two
     tiered(kit, 3_000)

@@ -1,11 +1,12 @@
-"""What a cluster did that nobody gave it a cause for.  Pure.
+"""Changes of a cluster for which the run gave no cause.  Pure.
 
-Three witnesses.  The metadata log has every change there was, with its offset and time, and misses
-none between two looks.  Polls of the admin API have what a client sees.  The nodes' logs have what
-the processes say.  A run that harms nobody has no cause for any of it, so every one is an alarm,
-and a false one: on a machine that is busy a living node is taken for dead.
+There are three witnesses.  The metadata log contains every change with its offset and time, so no
+change between two looks is missed.  Polls of the admin API return what a client sees.  The nodes'
+logs contain what the processes report.  A run without faults causes none of these changes, so each
+one is a false alarm: on a busy machine a living node was taken for dead.
 
-Not an alarm by itself: a follower that is back in an in-sync set (it was counted when it left).
+A follower that returns to an in-sync set is no alarm by itself, because it was counted when it
+left.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def _partition_change(name: str, place: _Place | None, body: Any) -> list[tuple[
 
 @dataclass(slots=True, frozen=True)
 class Look:
-    """What clients were told at one moment; -1 and () where nothing was."""
+    """What clients saw at one moment; -1 and () where nothing was answered."""
 
     at_ms: int
     leaders: Mapping[str, tuple[int, int]]  #: partition → (leader, leader epoch)

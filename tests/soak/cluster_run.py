@@ -1,19 +1,19 @@
-"""An hour of three nodes under full load: does anybody cry wolf?
+"""An hour of three nodes under full load, without faults: are there false alarms?
 
     python tests/soak/cluster_run.py --minutes 60 [--json FILE] [--dir DIR] [--churn-s S]
         [--rate RECORDS_PER_S]
 
 Three real nodes with the default timeouts, replication factor 3, min_insync_replicas 2, acks=all.
-Columnar producers send as fast as the nodes take it, a consumer follows, a probe sends single
-records at a steady pace, an administrator creates and deletes topics.  Nobody is harmed, so every
-broker that is fenced, every election, every replica that leaves an in-sync set and every change of
-the controller is a false alarm (alarms.py).  All processes share this machine: each of them goes
-without a core now and then.
+Columnar producers send as fast as the nodes accept, a consumer follows, a probe sends single
+records at a steady pace, and an administrator creates and deletes topics.  The run injects no
+fault.  Every fenced broker, every election, every replica that leaves an in-sync set and every
+change of the controller is therefore a false alarm (alarms.py).  All processes share this machine,
+so each of them is without a core now and then.
 
-Also judged: every acknowledged batch is read, once, where it was acknowledged (numbered.py); disk;
-memory, once retention was steady for a while.  Told without a goal: how long nobody acknowledged
-anything, loop lags, how late the controllers fetch, throughput by minute.  Exit 1 = an alarm, or a
-goal is broken.
+The run also judges: every acknowledged batch is read once, where it was acknowledged (numbered.py);
+disk; and memory, once retention has been steady for a while.  It reports without a goal: the
+longest time without any acknowledgement, loop lags, how late the controllers fetch, throughput per
+minute.  Exit code 1 = an alarm, or a goal that was missed.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ ASK_S = 10.0
 WHOLE_S = 120.0
 END_S = 300.0
 SETTLE_S = 30.0
-#: Slopes of less are noise: they are told and not judged.
+#: Slopes of less are noise: they are reported and not judged.
 JUDGED_S = 900.0
 #: A slope looks at all pairs of samples: an hour's are thinned to at most so many.
 SAMPLES_MAX = 400
@@ -352,7 +352,7 @@ class Watch:
         return any(used[-1] > GIVE_UP_TIMES * KEPT_BYTES for used in self.disk.values())
 
     def kept(self) -> dict[str, Any]:
-        """Everything, for whoever asks why."""
+        """Everything that was recorded, to find the cause of an alarm."""
         return {
             "samples": {name: [astuple(s) for s in each] for name, each in self.samples.items()},
             "disk": self.disk,
@@ -494,7 +494,7 @@ def run(minutes: float, root: Path, churn_s: float, rate: float | None) -> dict[
             ],
         }
         acked, read = children.records()
-        cluster.kill(*cluster.nodes)  # all is judged: nobody waits for three drains
+        cluster.kill(*cluster.nodes)  # the run is judged, so the three drains are skipped
     telling = [line for node, said in lines.items() for line in alarms.telling(node, said)]
     violations = numbered.violations(acked, read["runs"], read["skipped"])
     rates = watch.by_minute()

@@ -1,13 +1,14 @@
-"""What a soak measured, as verdicts.  Pure: samples in, figures out.
+"""The measurements of a soak run, as verdicts.  Pure: samples in, figures out.
 
 Goals, once retention is steady, in each process
-  F1  the slope of RssAnon is at most 1 MiB a minute: the median of the slopes between all pairs of
-      samples (Theil–Sen), which a few samples taken in the middle of something do not move
-  F2  open descriptors (those held for longer than a moment; the most at one look is told) and
-      threads: every sample is within 10 % of the median; how many are is told
-  F3  disk in use stays under the bound that the topic's settings imply
-  F4  the load reached the rate that was asked for, but for a twentieth
-Reported without a goal: loop lag p50 and p99, CPU, the machine's load, how far the tier is behind.
+  F1  The slope of RssAnon is at most 1 MiB a minute: the median of the slopes between all pairs of
+      samples (Theil–Sen).  A few samples that were taken in the middle of an operation do not move
+      it.
+  F2  Open descriptors (those that are held for longer than a moment; the most at one look is
+      reported) and threads: every sample is within 10 % of the median.  Their number is reported.
+  F3  Disk in use stays under the bound that the topic's settings imply.
+  F4  The load reached at least 95 % of the rate that was asked for.
+Reported without a goal: loop lag p50 and p99, CPU, the machine's load, the lag of the tier.
 """
 
 from __future__ import annotations

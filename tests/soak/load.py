@@ -39,7 +39,8 @@ class Waiting:
         self._acked = acked
         self._waiting: deque[tuple[Any, int]] = deque()
         self._newest_s = monotonic_s()
-        self.longest_s = 0.0  #: without an acknowledgement, as far as somebody looked
+        #: the longest time without an acknowledgement, as far as the samples show
+        self.longest_s = 0.0
 
     def add(self, future: Any, first: int) -> None:
         self._waiting.append((future, first))

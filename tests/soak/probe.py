@@ -25,7 +25,9 @@ asked_to_stop: list[int] = []
 
 
 class Probe:
-    """What is told of one record after the other.  Callbacks come on the client's thread."""
+    """Sends single records, and notes the answer to each.  Callbacks come on the client's
+    thread.
+    """
 
     def __init__(self, partitions: int) -> None:
         self.took_ms: list[float] = []

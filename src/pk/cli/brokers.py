@@ -74,11 +74,11 @@ def confirm_clock(
     timeout_ms: TimeoutMs = 60_000,
     as_json: AsJson = False,
 ) -> None:
-    """Say that the wall clocks of brokers are right: records may expire by them again.
+    """Confirm that the wall clocks of brokers are right: records may expire by them again.
 
     A broker whose clock does not fit its last run, was set, or is ahead of the other nodes' lets
-    nothing expire by age.  Look at its clock before you confirm it: what expires by a clock that is
-    ahead is deleted.
+    nothing expire by age.  Look at its clock before you confirm it: records that expire by a clock
+    that is ahead are deleted.
     """
     if bool(broker_ids) == everyone:
         raise errors.InvalidOption("give ids of brokers, or --all")

@@ -4,7 +4,7 @@ Spark looks up data sources in a separate Python process.  Its interpreter may d
 user's, and Spark reports every failure there as DATA_SOURCE_NOT_FOUND.  This command repeats the
 look-up step by step in that interpreter, and names the first failure and its fix.
 
-The checks depend on each other as little as possible, so that one run shows all problems.
+The checks depend on each other as little as possible, so a single run shows all problems.
 """
 
 from __future__ import annotations

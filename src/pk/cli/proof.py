@@ -52,7 +52,7 @@ def duckdb_sql(source: str, *, with_offsets: bool = True) -> str:
 
 @dataclass(slots=True, frozen=True)
 class Sums:
-    """The count and the checksums that one engine computed."""
+    """The count and the checksums that an engine computed."""
 
     rows: int
     checksum: int | None

@@ -128,7 +128,7 @@ def add_controller(
     timeout_ms: TimeoutMs = 60_000,
     as_json: AsJson = False,
 ) -> None:
-    """Let a controller vote that runs and has caught up."""
+    """Make a controller a voter; it must be running and have caught up."""
     if config is not None:
         node_id, directory_id, address = _identity(config)
     if node_id is None or not directory_id or not address:
@@ -149,7 +149,7 @@ def remove_controller(
     timeout_ms: TimeoutMs = 60_000,
     as_json: AsJson = False,
 ) -> None:
-    """Let a controller vote no more; it may go on as an observer."""
+    """Remove a controller from the voters; it may continue as an observer."""
     with quiet_end(), _admin(bootstrap, controller) as admin:
         voters = admin.remove_raft_voter(node_id, directory_id, timeout_s=timeout_ms / 1000)
         _voters(f"controller {node_id} votes no more", voters, as_json)

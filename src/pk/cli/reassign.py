@@ -3,11 +3,11 @@
     {"version": 1, "partitions": [
         {"topic": "t", "topic_id": "…", "partition": 0, "replicas": [1, 2, 3]}, …]}
 
-The first replica of each is its preferred leader.  `current` prints the present assignment in this
-format, as the beginning of a plan.  The topic id keeps a plan from moving another topic that was
-created under the same name since.  "expected" lists the replicas for which the plan was made; it
-may be left out.  `execute` prints the assignment it replaces in the same format: given to
-`execute`, it goes back.
+The first replica of a partition is its preferred leader.  `current` prints the present
+assignment in this format, as the beginning of a plan.  The topic id keeps a plan from moving
+another topic that was created under the same name since.  "expected" lists the replicas for which
+the plan was made; it may be left out.  `execute` prints the assignment that it replaces in the same
+format; `execute` of that output restores the assignment.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ def cancel(
     force: ForceOption = False,
     as_json: AsJson = False,
 ) -> None:
-    """Go back to the replicas from before, where the reassignment is not complete."""
+    """Return to the former replicas where the reassignment is not complete."""
     plan, seconds = read_plan(file), countdown(timeout_ms)
     plan.expected = {}
     with quiet_end(), _admin(bootstrap) as admin:

@@ -1,8 +1,8 @@
 """`pk log repair`: shows the damaged ranges of a broker's logs and, with --yes, makes them gaps.
 
-The rule is L9; log/repair.py does the work.  Showing needs no lock and changes nothing; if the
-broker runs, data that is still being written is left out.  `--yes` takes the directory's lock, and
-is refused while a broker runs.
+The rule is L9; log/repair.py does the work.  Showing needs no lock and changes nothing.  If the
+broker runs, data that it is still writing is not examined.  `--yes` takes the directory's lock, so
+it is refused while a broker runs.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def repair(
 ) -> None:
     """Show damaged ranges; with --yes their offsets become a known gap, and the rest is served.
 
-    For the only copy of a partition.  With other replicas the broker makes a damaged one anew by
-    itself.  What the ranges held is lost for good: first see whether a backup or another replica
-    has it.
+    For the only copy of a partition: if the partition has other replicas, the broker replaces a
+    damaged one by itself.  The records in the ranges are lost for good; look for them in a backup
+    or another replica first.
     """
     with quiet_end():
         if yes:

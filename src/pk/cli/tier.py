@@ -57,7 +57,7 @@ def repair(
 ) -> None:
     """Bring back rows that another engine deleted from the table, as far as local logs have them.
 
-    Do not run it after a DELETE that was meant: it undoes what can be undone.
+    Do not run it after an intended DELETE: the command undoes as much of it as it can.
     """
     from pk.client.admin import AdminClient
 
@@ -74,7 +74,7 @@ def accept(
     timeout_ms: TimeoutMs = 60_000,
     as_json: AsJson = False,
 ) -> None:
-    """Settle rows that another engine deleted from the table: they are not missed any more."""
+    """Accept that rows which another engine deleted from the table stay deleted."""
     from pk.client.admin import AdminClient
 
     with quiet_end(), opened(AdminClient(bootstrap), bootstrap) as admin:

@@ -289,7 +289,7 @@ def elect_leaders(
     timeout_ms: TimeoutMs = 60_000,
     as_json: AsJson = False,
 ) -> None:
-    """Have leaders elected: the preferred ones, or any where there is none."""
+    """Elect leaders: the preferred leaders, or any replica for partitions without a leader."""
     if preferred == unclean:
         raise errors.InvalidOption("give one of --preferred and --unclean")
     seconds = countdown(timeout_ms)

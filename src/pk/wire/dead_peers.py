@@ -25,7 +25,7 @@ UNACKNOWLEDGED_MS = 2 * KEEPALIVE_MS
 #: Least number of retransmissions: after this host was asleep, the elapsed time alone proves
 #: nothing.
 RETRANSMITS_MIN = 3
-#: Streams that one turn of the loop checks, about 2 µs each (rule P2).
+#: Streams that a single turn of the loop checks, about 2 µs each (rule P2).
 LOOKS_PER_TURN = 256
 
 _TCP_INFO = getattr(socket, "TCP_INFO", None)

@@ -12,7 +12,7 @@ the *pool*, which all accounts share.  The accounts of proven brokers and contro
 their number, by the credits of their streams, and by the maximum frame size.
 
 These rules alone would let the pool deadlock: 200 half-received frames could fill it, and none
-could finish.  Therefore the *oldest* frame, the one that began first, may take all that is left of
+could finish.  Therefore the *oldest* frame, which began first, may take all that is left of
 the pool.  Any other frame must leave room for one whole frame, `frame_bytes_max`.
 
 Invariants
@@ -46,7 +46,7 @@ UNTAKEN_MS = 5_000
 
 
 class Account:
-    """The memory that one stream holds.  `waiting` = it wants to read and has no room."""
+    """The memory that a stream holds.  `waiting` = the stream wants to read and has no room."""
 
     __slots__ = (
         "assembled",

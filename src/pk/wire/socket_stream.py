@@ -48,7 +48,7 @@ _END = 0xFFFFFFFF
 _END_MARK = _LENGTH.pack(_END)
 #: A stream's first frame is its hello; until the hello is accepted, no larger frame is accepted.
 HELLO_BYTES_MAX = 64 * limits.KIB
-#: The most bytes that one call-back reads, so that one stream does not starve the others.
+#: The most bytes that a call-back reads, so that no stream starves the others.
 _TURN_BYTES = 4 * limits.MIB
 #: N5: bytes that a task sends before it lets others run; each send counts as some more.
 _BREATH_BYTES = limits.MIB

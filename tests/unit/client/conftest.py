@@ -17,14 +17,14 @@ sys.path[:0] = [str(Path(__file__).parents[2] / "fixtures"), str(Path(__file__).
 
 
 class SimThread:
-    """Stands for the clients' `LoopThread`: a simulated loop that runs while somebody waits."""
+    """Stands for the clients' `LoopThread`: a simulated loop that runs while a call waits."""
 
     def __init__(self, sim: SimWorld, name: str) -> None:
         self.sim = sim
         self.name = name
         self.world = sim.world_of(name)
         self.loop = self
-        self.thread = threading.Thread()  # never started: nobody is on it
+        self.thread = threading.Thread()  # never started, so no code runs on it
         self.compute = None
 
     def check_process(self) -> None:

@@ -287,7 +287,7 @@ def test_who_is_woken_finds_a_delivery_settled_only_when_its_callbacks_have_retu
     def callback(*each: Any) -> None:
         assert not records.settled
         told.append(each)
-        raise SystemExit  # concerns nobody else
+        raise SystemExit  # concerns no other batch
 
     records.on_delivery = dict.fromkeys(range(3), callback)
     one, two = split(records, (0, 2), (1, 2))

@@ -107,7 +107,7 @@ def test_a_position_that_was_looked_up_does_not_overwrite_a_seek(world: Any, pol
     world.put(T0, *[b"x"] * 10)
     consumer = world.consumer(auto_offset_reset=policy)
     consumer.assign([T0])
-    world.pass_ms(500)  # the answer came and nobody took it
+    world.pass_ms(500)  # the answer came, and no poll took it
     consumer.seek(T0, 7)
     world.pass_ms(500)
     assert consumer.position(T0) == 7
@@ -438,7 +438,7 @@ def test_whatever_a_deserialiser_raises_costs_no_record(world: Any, error: Any, 
 
     world.put(T1, b"1")
     world.put(T0, b"0", b"1", b"2", b"3")
-    world.put(T1, *[b"x"] * 30)  # so that nobody waits for what was skipped
+    world.put(T1, *[b"x"] * 30)  # so that poll does not wait for the skipped records
     consumer = world.consumer(
         auto_offset_reset="earliest", value_deserializer=deserialise, max_poll_records=6
     )
@@ -514,7 +514,7 @@ def test_another_subscription_is_asked_for_while_the_first_one_is_not_answered(
 
 
 def test_a_push_that_overtakes_the_first_answer_is_not_lost(world: Any) -> None:
-    """Both lie in the socket: the push is looked at before whoever asked goes on."""
+    """Both answers are in the socket: the push is handled before the waiting call continues."""
     from pk.wire import frames
     from pk.wire import pk_pb2 as wire
     from pk.wire.calls import head_of

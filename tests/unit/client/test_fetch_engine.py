@@ -220,7 +220,7 @@ def test_read_uncommitted_sees_aborted_records_but_no_markers(bench: Any) -> Non
 
 
 def test_the_frontier_follows_next_offset_over_a_hole(bench: Any) -> None:
-    """Rule L12: a range without rows does not stall, and nobody counts last + 1."""
+    """Rule L12: a range without rows does not stall, and no code computes last offset + 1."""
     b = bench()
     b.cluster.create("t")
     put(b.cluster, T0, [b"0"])

@@ -1,5 +1,6 @@
-"""What is sent to a topic that does not exist (now): it may come to be, or come back
-(client/produce_engine E4)."""
+"""Records sent to a topic that does not exist at the moment: it may be created, or come back
+(client/produce_engine E4).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a producer tells of batches that were refused or never answered; missing topics."""
+"""How a producer reports batches that were refused or never answered, and missing topics."""
 
 from __future__ import annotations
 

@@ -518,7 +518,9 @@ def test_a_broker_that_moved_is_not_waited_for_where_it_was(bench: Any) -> None:
 
 
 def test_a_leader_that_was_just_elected_is_asked_again_soon(bench: Any) -> None:
-    """It will hear of it at once; and many batches that it refuses together are one refusal."""
+    """The leader will learn of its election at once.  Many batches that it refuses together count
+    as one refusal.
+    """
     b = bench(retry_backoff_ms=1_000, retry_backoff_max_ms=10_000, batch_size=1_024)
     b.cluster.create("t")
     until_ms = b.world.clock.monotonic_ms() + 100

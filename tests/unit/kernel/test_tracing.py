@@ -29,7 +29,7 @@ def test_a_line_is_one_line() -> None:
 
 @pytest.mark.parametrize("cause", [OSError(errno.ENOSPC, "full"), BrokenPipeError(), ValueError()])
 def test_a_line_that_cannot_be_written_ends_nothing(cause: Exception) -> None:
-    """Tasks that nobody watches say things, the one that accepts connections among them."""
+    """Unattended tasks log, too; the task that accepts connections is one of them."""
 
     class Full(io.StringIO):
         def flush(self) -> None:

@@ -70,7 +70,9 @@ def test_the_bytes_asked_for_are_not_exceeded_but_by_one_batch_alone(kept: Any) 
 
 
 def test_only_what_was_completed_is_kept(kept: Any) -> None:
-    """A decided batch is nobody's; one whose write failed was never there (rule L2)."""
+    """A batch that is only decided belongs to no log yet; a batch whose write failed never existed
+    (rule L2).
+    """
     kept.append(raw_batch(2))
     kept.decide(raw_batch(2, 50))
     plan = kept.log.take_writes()

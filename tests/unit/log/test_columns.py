@@ -329,7 +329,9 @@ def test_timestamps_beyond_the_header() -> None:
 
 @pytest.mark.parametrize("codec", ["lz4", "zstd"])
 def test_compressed_size_that_lies(codec: str) -> None:
-    """The announced size must be exact: more would serve memory nobody wrote, less would cut."""
+    """The announced size must be exact: a greater one would serve uninitialised memory, a smaller
+    one would cut the data off.
+    """
     number = batch.CODECS.index(codec)
     body = u32(3, 5) + b"abcdefgh"
     blob = pa.Codec(codec).compress(body, asbytes=True)

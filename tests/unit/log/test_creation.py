@@ -153,7 +153,9 @@ def test_what_was_created_survives_a_power_loss(seed: int) -> None:
 
 
 def test_the_first_flush_after_a_death_syncs_names_too() -> None:
-    """A roll that nobody flushed, a death, a start in the same boot: then a promise is made."""
+    """A segment is rolled and not flushed, the process dies and starts in the same boot; then a
+    flush is promised.
+    """
 
     async def main() -> None:
         for seed in range(10):
@@ -324,7 +326,7 @@ def test_a_full_disk_stops_whom_it_hits(step: str) -> None:
 
 @pytest.mark.parametrize("step", ["append", "sync", "sync_dir"])
 def test_a_failed_disk_stops_all_of_its_visit_and_no_others(step: str) -> None:
-    """log/creation N3, rule L2: after a failed sync nobody knows what is there."""
+    """log/creation N3, rule L2: after a failed sync the contents of the disk are not known."""
 
     async def main() -> None:
         house = House(2)
@@ -354,7 +356,9 @@ def test_a_failed_disk_stops_all_of_its_visit_and_no_others(step: str) -> None:
 
 
 def test_a_disk_that_fails_while_homes_are_sought_is_no_home() -> None:
-    """log/manager M4: the others are created elsewhere, also those that nobody would try again."""
+    """log/manager M4: the other logs are created elsewhere, including those that no later call
+    would try again.
+    """
 
     async def main() -> None:
         house = House(2)
@@ -376,7 +380,7 @@ def test_a_disk_that_fails_while_homes_are_sought_is_no_home() -> None:
 
 
 def test_what_cannot_be_read_where_it_stands_does_not_begin_anew_elsewhere() -> None:
-    """log/creation N5: nobody knows whose identity that is."""
+    """log/creation N5: the file does not show whose identity it is."""
 
     async def main() -> None:
         house = House(2)
@@ -418,7 +422,9 @@ def test_a_damaged_identity_is_one_partitions_matter() -> None:
 
 
 def test_an_earlier_topic_of_the_name_goes_out_of_the_way() -> None:
-    """Rule L8: its records are nobody's; what is there of this very topic is opened."""
+    """Rule L8: records of the earlier topic belong to no topic now; a log of this very topic is
+    opened.
+    """
 
     async def main() -> None:
         house = House()

@@ -48,7 +48,7 @@ def places(bench: Bench) -> list[tuple[int, int, batches.Header]]:
 
 
 def served(log: PartitionLog) -> tuple[list[int], list[tuple[int, int]]]:
-    """Every offset that can be read, and the ranges that are told as lost."""
+    """Return every offset that can be read, and the ranges that are reported as lost."""
     offset, offsets, lost = log.local_log_start, [], []
     while offset < log.written_end:
         try:
@@ -78,7 +78,7 @@ def range_of(header: batches.Header) -> tuple[int, int]:
 
 
 def test_a_running_log_serves_both_sides_of_a_damaged_batch() -> None:
-    """Rule L9: the range is told, everything else is read, and the log is appended to."""
+    """Rule L9: the range is reported, everything else is read, and the log takes appends."""
     bench = filled()
     base, at, header = places(bench)[11]
     flip(bench, base, at + HEADER_BYTES + 20)
@@ -173,7 +173,7 @@ def test_after_a_power_loss_a_tail_is_cut_and_not_called_damage() -> None:
 
 
 def test_a_damaged_tail_whose_end_is_not_known_stays_offline_until_it_is_repaired() -> None:
-    """Its header is hit, too: which offsets it held cannot be told (log/damage D3)."""
+    """The batch's header is damaged, too, so its offsets are not known (log/damage D3)."""
     bench = filled()
     base, at, header = places(bench)[-1]
     flip(bench, base, at + 16)
@@ -226,7 +226,9 @@ def test_repair_makes_a_known_gap(where: int) -> None:
 
 
 def test_followers_and_readers_take_the_gap() -> None:
-    """It is an ordinary batch of the log to whoever copies it (rules L12, R4)."""
+    """The gap is an ordinary batch of the log for every replica and reader that copies it (rules
+    L12, R4).
+    """
     bench = filled()
     base, at, header = places(bench)[5]
     flip(bench, base, at + 70)

@@ -150,7 +150,8 @@ def test_a_missing_log_is_not_begun_empty(disks: int, checkpointed: bool) -> Non
             assert "pk log discard" in outcome.message
             assert not any("t-0" in each.list("topics") for each in house.storages)
             await again.close()
-        # Its replica was given up, for others have it: then it is made anew, here or elsewhere.
+        # Its replica was given up, because other replicas exist: it is created again, here or
+        # elsewhere.
         again, _ = await begun(house)
         await again.set_aside(TP, "tid", 0)
         (outcome,) = await again.create_all([NEW])

@@ -44,8 +44,9 @@ def _refused(bench: Bench) -> None:
 
 
 def test_what_a_repair_cuts_no_power_loss_brings_back() -> None:
-    """log/loading O9: others have another batch there, of the same epoch, and nobody would ever
-    notice."""
+    """log/loading O9: other replicas have another batch of the same epoch there, and no comparison
+    would ever show the difference.
+    """
     for seed in range(30):
         bench = Bench()
         bench.append(make_batch(1, 10))

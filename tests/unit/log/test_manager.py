@@ -412,7 +412,7 @@ def test_checkpoints_name_only_what_is_true() -> None:
             kept = min(40, log.written_end)
             assert again.high_watermark(KEY) == kept
             known = directory.read_offsets(house.storages[0], directory.HIGH_WATERMARKS)
-            assert known[KEY] == kept  # whoever dies now must not find more
+            assert known[KEY] == kept  # a process that dies now must not find more
             await again.close()
 
     run(main)
@@ -471,7 +471,7 @@ def test_a_log_start_is_seen_once_it_is_durable() -> None:
         storage.capacity = None
         moving = asyncio.ensure_future(manager.move_log_starts({KEY: 25}))
         await asyncio.sleep(0)
-        assert log.log_start == 0  # nobody sees it yet
+        assert log.log_start == 0  # no reader sees it yet
         await manager.checkpoint_log_starts()
         await moving
         assert log.log_start == 25
@@ -520,7 +520,7 @@ def test_a_recovery_point_found_before_a_cut_is_not_kept() -> None:
         found = log.checkpoint
         cuts: list[asyncio.Task[None]] = []
 
-        def checkpoint() -> int:  # in the lane, while somebody on the loop begins to cut
+        def checkpoint() -> int:  # runs in the lane while a truncation starts on the loop
             cuts.append(asyncio.get_running_loop().create_task(manager.cut(KEY, 5)))
             return found()
 
@@ -540,7 +540,9 @@ def test_a_recovery_point_found_before_a_cut_is_not_kept() -> None:
 
 
 def test_a_partition_in_two_directories_is_not_served_from_either() -> None:
-    """One that was taken out came back, say: nobody knows which of the two is the newer."""
+    """For example, a directory that was taken out is back: which of the two logs is newer is not
+    known.
+    """
 
     async def main() -> None:
         house = House(disks=2)

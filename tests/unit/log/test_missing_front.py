@@ -52,7 +52,7 @@ def lose(house: House, count: int) -> int:
 
 
 def lost_at(log: PartitionLog, offset: int) -> tuple[int, int]:
-    """The range that a reader of `offset` is told."""
+    """Return the range that a reader of `offset` gets as lost."""
     with pytest.raises(errors.DataLoss) as told:
         log.read(offset, bound=log.written_end, max_bytes=10**6)
     return int(told.value.details["offset"]), int(told.value.details["next_offset"])

@@ -71,7 +71,7 @@ def test_what_the_loop_says_is_synced_is_not_unsaid_by_the_lane(
     others = iter([1])
 
     class Reached(int):
-        """While the lane looks how far it came, the loop is told of more."""
+        """While the lane computes how far it came, the loop receives further appends."""
 
         def _told(self) -> None:
             for number in others:
@@ -178,7 +178,9 @@ def test_dropped_segments_do_not_come_back_below_a_recovery_point(bench: Make, s
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("how", ["flush", "checkpoint"])
 def test_a_recovery_point_waits_for_what_a_full_disk_kept(bench: Make, how: str, seed: int) -> None:
-    """Rules L1, L9: segments that were dropped keep their names, and nobody has synced them."""
+    """Rules L1, L9: segments that were dropped keep their file names, and their data were never
+    synced.
+    """
     b = bench(segment_bytes=400, retention_bytes=0)
     for parent in ("topics", ""):
         b.storage.sync_dir(parent)

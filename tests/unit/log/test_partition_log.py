@@ -371,13 +371,14 @@ def test_damaged_sealed_data_is_reported_with_its_place(bench: Make) -> None:
     b.storage.remove(name)
     with pytest.raises(errors.CorruptLog, match="missing"):
         b.log.read(0, bound=4, max_bytes=10**6)
-    b.log.retire()  # the topic was deleted: whoever was reading is sent away, nothing is damaged
+    # the topic was deleted: its readers are refused, and nothing is reported damaged
+    b.log.retire()
     with pytest.raises(errors.NotLeaderOrFollower):
         b.log.read(0, bound=4, max_bytes=10**6)
 
 
 def test_a_batch_that_says_it_reaches_beyond_the_bound_is_looked_at(bench: Make) -> None:
-    """Rule L9: else whoever stands before it would wait for ever."""
+    """Rule L9: otherwise a reader in front of the batch would wait without an end."""
     b = bench(segment_bytes=10**6)
     b.fill(4)
     at = len(b.log.read(0, bound=4, max_bytes=1).data) + 30  # its last offset delta
@@ -390,7 +391,7 @@ def test_a_batch_that_says_it_reaches_beyond_the_bound_is_looked_at(bench: Make)
 
 
 def test_a_batch_that_rotted_into_a_marker_is_damage(bench: Make) -> None:
-    """Rule L9: whoever makes the producer state anew meets it; another copy must take over."""
+    """Rule L9: rebuilding the producer state meets the damage; another replica must take over."""
     b = bench()
     for sequence in range(3):
         b.append(produced(sequence))

@@ -1,5 +1,5 @@
-"""A log that is cut or begun anew: after a write that failed, beside a flush, and when the process
-dies in the middle of it.
+"""A log that is truncated or started again: after a write that failed, beside a flush, and when the
+process dies in the middle of it.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def test_dying_while_it_begins_anew_where_it_ended_does_not_shorten_it(behind: i
 
 
 async def _begun_anew(step: int, power: bool, filled: int, given: bytes) -> tuple[LogManager, bool]:
-    """A copy of `filled` records that is told to begin at 20, dies in its n-th operation if that
-    comes, and is opened again.
+    """Open a copy of `filled` records that was to start again at 20 and died in its n-th operation,
+    if it had as many.
     """
     house = House(seed=step)
     manager = await house.opened()
@@ -176,7 +176,9 @@ def test_who_dies_while_it_begins_anew_has_nothing_below_it(power: bool, filled:
 
 @pytest.mark.parametrize("clean", [True, False])
 def test_who_began_anew_where_it_was_told_is_not_blank(clean: bool) -> None:
-    """log/loading O2: nobody wrote below; it is in the ISR perhaps, and must not begin again."""
+    """log/loading O2: no records were written below; the replica may be in the ISR, and must not
+    start again.
+    """
 
     async def main() -> None:
         house = House()
@@ -275,10 +277,10 @@ async def _reshape(manager: LogManager, end: int) -> None:
 
 
 @pytest.mark.parametrize("power", [False, True])
-@pytest.mark.parametrize("end", [12, 45, 60])  # 60: it begins anew
+@pytest.mark.parametrize("end", [12, 45, 60])  # 60: the log starts again
 def test_a_disk_that_is_full_half_way_is_no_damage(end: int, power: bool) -> None:
-    """What was not touched is tried again; what was is left alone until it is opened anew, and no
-    checkpoint speaks of it, else that would be told to be damage.
+    """A truncation that touched nothing is tried again.  A log that was touched is left alone until
+    it is opened again, and no checkpoint names it; otherwise its state would be reported as damage.
     """
 
     async def attempt(step: int) -> bool | None:
@@ -335,7 +337,7 @@ def _facts(log: PartitionLog) -> tuple[Any, ...]:
     return bases, log.log_start, end, log.epochs.entries, log.producers.snapshot(end), log.blank
 
 
-@pytest.mark.parametrize("end", [12, 45, 60])  # 60: it begins anew
+@pytest.mark.parametrize("end", [12, 45, 60])  # 60: the log starts again
 def test_a_log_that_was_left_half_way_is_opened_once_there_is_room(end: int) -> None:
     """As a start of the process would, and no sooner; then it is as good as any other."""
 

@@ -1,4 +1,4 @@
-"""Partitions that nobody knows yet, or any more (log/strays.py)."""
+"""Partitions that the metadata do not know yet, or do not know any more (log/strays.py)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_strays_are_renamed_and_removed_later() -> None:
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("power", [False, True])
 def test_a_stray_that_is_known_later_goes_on_where_it_stands(power: bool, seed: int) -> None:
-    """Rule Q2: what a broker is told at its start may be older than what it holds."""
+    """Rule Q2: the metadata that a broker gets at its start may be older than the logs it holds."""
 
     async def main() -> None:
         house = House(disks=2, seed=seed)

@@ -68,8 +68,8 @@ def acknowledged(oracle: Oracle, *numbers: int) -> None:
 
 
 def test_an_earlier_attempt_may_come_back_where_its_era_is_over() -> None:
-    """V6, V8.  A leader held 3 and 1 and nobody had followed it; its successor was sent 1, 2, 3
-    and acknowledged them; then the former one was elected uncleanly.
+    """V6, V8.  A leader held 3 and 1, and no replica had fetched them; its successor was sent 1, 2,
+    3 and acknowledged them; then the former leader was elected uncleanly.
     """
     oracle = Oracle([TopicPlan("t", 1, {})])
     oracle.created("t", "id", 1)
@@ -103,7 +103,7 @@ def leads(broker: int, log_start: int, **given: Any) -> PartitionSample:
 
 
 def test_a_table_may_follow_whoever_was_asked_to_delete() -> None:
-    """V4: a leader that was replaced and has not heard of it, and whom nobody looks at."""
+    """V4: a leader was replaced, does not know it yet, and no reader compares with it."""
     oracle = Oracle([TopicPlan("t", 1, {})])
     oracle.created("t", "id", 1)
     checked = Invariants(oracle)

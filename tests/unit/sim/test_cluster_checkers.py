@@ -156,7 +156,9 @@ def test_a_leader_that_came_back_with_less_may_part_further_down_once() -> None:
 
 
 def test_what_a_leader_before_the_loss_told_is_committed_no_more() -> None:
-    """A follower has the former watermark until it hears of the leader that came back with less."""
+    """A follower keeps the former high watermark until it hears from the leader that came back with
+    less.
+    """
     oracle, check = led()
     oracle.era_ends(*KEY, 0.0)
     leader = replica(2, leads=True, leader_epoch=1, log_end=5, high_watermark=5)

@@ -104,7 +104,7 @@ def test_a_write_that_is_held_holds_the_writes_behind_it(after: bool) -> None:
 
 
 def test_a_request_that_is_held_happens_all_the_same() -> None:
-    """sim/objects B4: also where whoever asked has gone."""
+    """sim/objects B4: also if the node that sent the request is gone."""
     with SimWorld(1) as world:
         clock = world.world_of("a").clock
         store = SimObjects(world)

@@ -1,4 +1,4 @@
-"""What a simulated reader may be told without anybody having to answer for it."""
+"""The losses that a simulated reader may be given without a violation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RANGE = {"offset": "6", "next_offset": "9"}
 
 
 def told_of(loss: errors.DataLoss, position: int, *, rotten: bool, only: bool) -> list[str]:
-    """What a run complains of when its consumer is told of `loss` behind row 5."""
+    """Return the violations of a run whose consumer is given `loss` behind row 5."""
     oracle = Oracle([TopicPlan("t", 1, {})])
     oracle.created("t", "id", 1)
     if rotten:

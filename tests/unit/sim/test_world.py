@@ -92,8 +92,9 @@ async def _echo(_kind: StreamKind, stream: Stream) -> None:
 
 
 def test_kill_runs_nothing_more_and_breaks_the_streams() -> None:
-    """sim/loop W3, sim/network N6: not even a `finally` of the killed node runs; peers are told
-    within a delay (R7)."""
+    """sim/loop W3, sim/network N6: no `finally` of the killed node runs; peers see the break within
+    a delay (R7).
+    """
     world = SimWorld(3)
     after_death: list[str] = []
     told: list[str] = []
@@ -263,7 +264,7 @@ def test_two_processes_with_other_hash_seeds_agree() -> None:
 
 
 def test_what_a_paused_node_would_do_waits_in_order_for_resume() -> None:
-    """sim/loop W3: SIGSTOP; everybody else goes on."""
+    """sim/loop W3: SIGSTOP; all other nodes continue."""
     with SimWorld(1) as sim:
         did: list[tuple[str, int]] = []
 
@@ -299,8 +300,9 @@ def test_processes_of_one_host_share_its_links() -> None:
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_nobody_hears_how_tasks_of_a_killed_node_ended(killed: bool) -> None:
-    """sim/loop W3: the waiter would have; a node that lives and forgets a failed task is told
-    of."""
+    """sim/loop W3: the waiter would have retrieved the error.  A living node that forgets a failed
+    task is reported.
+    """
 
     async def fail() -> None:
         raise ValueError("forgotten")

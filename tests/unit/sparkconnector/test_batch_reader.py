@@ -56,7 +56,7 @@ def test_everything(filled):
 
 
 def test_planning_of_a_hot_range_does_not_load_what_reads_tables(filled, monkeypatch):
-    """A tenth of a second of imports, which every streaming query would pay anew."""
+    """A tenth of a second of imports, which every streaming query would pay."""
     import pk.sparkconnector
 
     monkeypatch.delattr(pk.sparkconnector, "tier_scan", raising=False)

@@ -185,7 +185,7 @@ def test_a_missing_file_stops_dropping_and_is_uploaded_again() -> None:
 
 
 def test_a_lost_file_is_replaced_by_all_of_its_range_or_not_at_all() -> None:
-    """T6: the segments may go, or the log be begun anew, while they are read."""
+    """T6: the segments may be dropped, or the log started again, while they are read."""
     it = Driver(drop_delay_ms=0, max_lag_ms=0).view(100).table(100)
     lost = damaged_file()
     it.step(copying.Confirmed(it.take(copying.Confirm), [lost]))
@@ -228,7 +228,7 @@ def test_a_changed_table_stops_copying_and_dropping() -> None:
 
 
 def test_a_hand_over_that_lands_ends_the_trouble_with_the_table() -> None:
-    """The owner refused one, then the table was itself again; nobody else says so."""
+    """The owner refused one file, then the table was repaired; only the next commit shows it."""
     it = Driver(max_lag_ms=0).table(0).view(500)
     it.uploaded(it.take(copying.Upload), 500)
     error = errors.TierTableChanged("the table went back")

@@ -125,7 +125,9 @@ def test_every_bit_of_a_footer_is_covered_by_the_name() -> None:
 
 @pytest.mark.slow
 def test_no_flipped_bit_of_a_page_gives_other_rows() -> None:
-    """Some bits are read by nobody (statistics in a page's header); all others are an error."""
+    """Some bits are never read (statistics in a page's header); a flip of any other bit is an
+    error.
+    """
     tier = Tier()
     raw = tier.raw(0)
     pages = 8 * (len(raw) - footers.footer_size(raw))

@@ -1,4 +1,6 @@
-"""Names, settings, secrets: what stands where and what nobody sees (rules T2, T7, T14)."""
+"""Names, settings and secrets: where each is stored, and what is never shown (rules T2, T7,
+T14).
+"""
 
 from __future__ import annotations
 

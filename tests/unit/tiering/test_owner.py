@@ -142,8 +142,9 @@ def test_a_log_start_past_the_end_is_txn_only_first() -> None:
 
 
 def test_a_deposed_leaders_log_start_moves_nothing() -> None:
-    """T3, T4: the claim fences what it deleted, too: the table's end would pass the log of who
-    leads now, and what that one appends up to there would be in no file.
+    """T3, T4: the claim also fences the deletions of the deposed leader.  Otherwise the table's end
+    would pass the end of the new leader's log, and the records that the new leader appends up to
+    there would be in no file.
     """
     on = snapshot(5, [data(0, 0, 30)], end=30, rows=30, claim=4)
     for log_start in (10, 30, 50):
@@ -294,8 +295,9 @@ def test_a_table_behind_what_the_broker_was_told_is_refused() -> None:
 
 
 def test_a_load_that_was_slow_says_nothing_of_what_came_to_be_known_meanwhile() -> None:
-    """Another node commits, the broker tells of it, and only then the store answers
-    (tiering/owner W7)."""
+    """Another node commits, the broker reports it, and only then the store answers (tiering/owner
+    W7).
+    """
     old = snapshot(3, [], end=40)
     it = Driver().step(PartitionsSeen({0: LogStart(0, tiered_end=40)}))
     it.step(PartitionsSeen({0: LogStart(0, tiered_end=50)})).loaded(old)
@@ -304,13 +306,13 @@ def test_a_load_that_was_slow_says_nothing_of_what_came_to_be_known_meanwhile() 
     none.step(PartitionsSeen({0: LogStart(0, tiered_end=50)})).loaded(None)
     assert none.owner.problem is None
     it.now_ms = 10_000
-    it.step(owning.Wake()).loaded(old)  # asked for after it was told
+    it.step(owning.Wake()).loaded(old)  # asked for after the report
     assert isinstance(it.owner.problem, errors.TierTableChanged)
 
 
 @pytest.mark.parametrize("old", [None, snapshot(3, [], end=40)], ids=["none", "old"])
 def test_a_question_is_answered_by_a_load_that_began_after_it(old: Snapshot | None) -> None:
-    """tiering/owner W7: what is old tells nobody where the table ends."""
+    """tiering/owner W7: an old load does not say where the table ends."""
     it = Driver().step(ClaimPartition("early", 0, NONE, commit=False))
     it.step(ClaimPartition("late", 0, NONE, commit=False)).loaded(old)
     assert it.answers["early"].exists is (old is not None)

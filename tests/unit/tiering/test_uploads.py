@@ -41,8 +41,9 @@ def test_a_file_that_does_not_fit_is_built_in_more_memory(tmp_path: Path) -> Non
 
 
 def test_a_file_far_larger_than_its_log_ends_early(tmp_path: Path) -> None:
-    """The sample did not compress, what follows does, as the log shows: the next file decides
-    anew."""
+    """The sample did not compress and the rest does, as the log shows: the next file decides
+    again.
+    """
     values = [np.random.default_rng(1).bytes(4 << 20), *[bytes(4 << 20)] * 30]
     log = source(tmp_path, values, "lz4")
     first = uploads.copy(log, 0, 31, 5 << 20, ())
@@ -93,7 +94,9 @@ def test_rows_never_stand_at_an_offset_that_rotted(tmp_path: Path, bit: int, at:
 
 @pytest.mark.parametrize("inside", [16, 100], ids=["header", "body"])
 def test_the_damaged_batch_is_named_and_not_the_one_before_it(tmp_path: Path, inside: int) -> None:
-    """Rule L9: whoever is told looks there; a header that does not parse has no offsets."""
+    """Rule L9: the operator looks at the batch that the error names; a header that does not parse
+    has no offsets.
+    """
     log = source(tmp_path, [bytes(200)] * 3, "none")
     index(log)
     (tmp_path / "t-0" / f"{3:020d}.log").touch()

@@ -137,7 +137,9 @@ def test_errors_arrive_as_their_class() -> None:
 
 
 def test_deadlines_and_late_replies() -> None:
-    """wire/calls A1: a reply nobody waits for any more is dropped; the stream goes on."""
+    """wire/calls A1: a reply for which no caller waits any more is dropped; the stream
+    continues.
+    """
 
     async def story(scene: Scene) -> None:
         async def slow(request: Any, _frame: Any) -> Any:

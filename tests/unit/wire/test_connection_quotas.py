@@ -49,7 +49,7 @@ def test_clients_leave_rooms_to_known_peers_and_addresses_to_each_other() -> Non
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_counts_hold_whatever_comes(seed: int) -> None:
-    """wire/connection_quotas N9, N10: counted anew after each step."""
+    """wire/connection_quotas N9, N10, counted independently after each step."""
     rng, quotas = random.Random(seed), ConnectionQuotas[int](connections_max=12)
     inside: dict[int, str] = {}
     clients: dict[int, str] = {}

@@ -41,7 +41,7 @@ class Node:
         self.fresh = False
 
     def passes(self, ms: int = 0, *, step_ms: int = 0) -> Doubt:
-        """Time passes, or somebody sets the wall clock; what is trusted is stored."""
+        """Let time pass, or set the wall clock; store the trust that results."""
         self.boottime_ms += ms
         self.wall_ms += ms + step_ms
         self.trust.observe(self.wall_ms, self.boottime_ms)
@@ -83,7 +83,7 @@ def cluster(size: int = 3) -> list[Node]:
 
 
 def exchange(nodes: Iterable[Node], ms: int = SECOND) -> list[Doubt]:
-    """Everybody hears everybody, twice: what is trusted travels with the second."""
+    """Let all nodes hear each other twice: the second time, each says what it trusts."""
     nodes = list(nodes)
     for _ in range(2):
         for node in nodes:
@@ -308,7 +308,7 @@ def test_a_step_of_one_ends_by_agreement_and_of_all_it_does_not() -> None:
 
 
 def test_nodes_that_are_not_heard_yet_have_their_time() -> None:
-    """The first reply may know this node alone; and a new controller knows nobody at first."""
+    """The first reply may know this node alone; a new controller knows no node at first."""
     nodes = cluster()
     nodes[0].start(off_ms=HOUR, reboot=True, step_ms=10 * 60 * SECOND)
     assert nodes[0].hears() is Doubt.NOT_COMPARED
@@ -320,7 +320,8 @@ def test_nodes_that_are_not_heard_yet_have_their_time() -> None:
     nodes[0].passes(SECOND)
     assert nodes[0].hears() is Doubt.AHEAD  # the new controller's first samples
     nodes[0].passes(7 * SECOND)
-    assert nodes[0].hears() is Doubt.NONE  # it is alone: nobody contradicts for a whole session
+    # it is alone: no other node contradicts for a whole session
+    assert nodes[0].hears() is Doubt.NONE
 
 
 def test_without_the_cluster_the_grace_does_not_run_out() -> None:

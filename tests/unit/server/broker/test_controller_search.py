@@ -57,7 +57,7 @@ def test_one_that_is_silent_waits_until_the_others_had_their_rounds() -> None:
 
 
 def test_two_silent_ones_are_not_asked_one_after_the_other() -> None:
-    """broker/controller_search K5: in between somebody may have been elected."""
+    """broker/controller_search K5: another controller may have been elected in between."""
     search = ControllerSearch(["a", "b", "c", "d", "e"])
     asked = []
     for _ in range(60):

@@ -198,7 +198,7 @@ def test_a_silent_controller_does_not_cost_a_broker_its_session(seed: int, make:
 
 
 def test_two_silent_controllers_of_five_addresses(make: Any) -> None:
-    """broker/controller_search K5: addresses where nobody answers do not add up."""
+    """broker/controller_search K5: the timeouts of addresses without a server do not add up."""
     cluster = make(3)
     dark = "8@dark1:1,9@dark2:1"
     voters = ",".join(f"{v.node_id}@{VOTERS[v]}" for v in VOTERS)
@@ -422,7 +422,9 @@ def test_peers_replace_the_addresses_that_controllers_are_known_by(make: Any) ->
 
 
 def test_a_controller_goes_to_its_peers_where_the_settings_say(make: Any) -> None:
-    """Node 1 connects to nobody: the others elect, and tell whoever asks the true addresses."""
+    """Node 1 opens no connection: the other nodes elect, and return the true addresses to any
+    client.
+    """
     cluster = make(11)
     cluster.boot(1, peer_controller_addresses="2=nowhere:1,3=nowhere:2")
     cluster.boot(2)
@@ -454,7 +456,7 @@ def test_a_call_with_a_short_patience_moves_nothing(make: Any) -> None:
 
 
 def test_controllers_that_came_later_are_found_by_what_the_metadata_say(make: Any) -> None:
-    """Of the first voters, which the settings name, nobody is left to name who is active."""
+    """None of the first voters, which the settings name, is left to name the active controller."""
     cluster = make(8)
     cluster.start()
     for n in (4, 5):

@@ -451,7 +451,7 @@ def test_a_directory_that_was_restored_from_an_older_copy_is_not_clean(
 
 
 def test_streams_are_refused_by_name(cluster: Cluster) -> None:
-    """A frame that is no hello, another cluster's client, a request nobody answers."""
+    """A frame that is no hello, a client of another cluster, and a request of an unknown kind."""
     cluster.start()
 
     async def story() -> None:
@@ -470,7 +470,7 @@ def test_streams_are_refused_by_name(cluster: Cluster) -> None:
 
 
 def test_a_clock_that_jumped_makes_no_producer_unknown(cluster: Any, kit: Any) -> None:
-    """Rules L6, L10: whoever did not hear that a batch is stored asks again."""
+    """Rules L6, L10: a producer that did not learn that its batch is stored sends it again."""
     cluster.start()
     again = kit.batch(producer_id=7, producer_epoch=0, base_sequence=0)
 

@@ -294,7 +294,9 @@ def follows(partition: Any) -> Following:
 def test_a_clock_that_jumped_holds_no_deletion_up(
     rig: Any, kit: Any, scheduler: BrokerScheduler
 ) -> None:
-    """Rules L10, T9: what a leader gave up needs no clock, and whoever asked for it waits."""
+    """Rules L10, T9: a deletion that the leader accepted needs no clock, and its client waits for
+    it.
+    """
     partition = small(rig)
 
     async def story() -> None:
@@ -541,7 +543,9 @@ def test_a_dead_store_does_not_stop_the_wheel(
 def test_a_directory_that_went_does_not_stop_the_wheel(
     rig: Any, kit: Any, scheduler: BrokerScheduler
 ) -> None:
-    """Rule L2: its free space cannot be told any more; the others are flushed as before."""
+    """Rule L2: the failed directory's free space is not known any more; the other directories are
+    flushed as before.
+    """
     partition = rig.partition(flush_ms=500)
 
     def gone() -> int:

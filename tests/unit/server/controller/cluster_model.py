@@ -90,7 +90,7 @@ class Model:
         self.now_ms = self.number = self.ids = 0
         self.committed: dict[PartitionKey, list[Record]] = {}
         self.since: dict[PartitionKey, list[int]] = {}  #: the epoch that committed each of them
-        self.given_up: dict[PartitionKey, int] = {}  #: the newest unclean epoch that somebody led
+        self.given_up: dict[PartitionKey, int] = {}  #: the newest unclean epoch that had a leader
         self.led: dict[tuple[PartitionKey, int], int] = {}
         self.states: dict[PartitionKey, PartitionState] = {}
         self.late: list[Callable[[], None]] = []  #: messages on their way
@@ -147,7 +147,9 @@ class Model:
             self.advance(0)
 
     def judge(self, record: MetadataRecord) -> None:
-        """Somebody is known to hold the data; who is not needed any more is forgotten."""
+        """Check that some replica is known to hold the data; forget the brokers that are no longer
+        needed.
+        """
         self.say("  ", len(self.bench.log) - 1, str(record).replace("\n", " "))
         if record.WhichOneof("record") != "partition_change":
             return
@@ -204,7 +206,7 @@ class Model:
         node, rng = self.nodes[n], self.rng
         self.say("stop", n, how)
         node.alive = node.draining = node.registering = False
-        self.todo = [  # its stream broke: nobody asks for the next step
+        self.todo = [  # its stream broke: no broker asks for the next step
             each for each in self.todo
             if not isinstance(each[0], c.Register | c.Heartbeat) or each[0].request.broker_id != n
         ]  # fmt: skip
@@ -460,7 +462,9 @@ class Model:
         self.ask(c.Recover(tuple(self.keys()), frozenset(), self.known()))
 
     def fail_over(self) -> None:
-        """Another controller: what was half decided stands, and nobody goes on with it."""
+        """Another controller becomes active: decisions that were written stand, and half-made ones
+        are dropped.
+        """
         self.say("failover")
         machine = Controller(self.bench.rules)
         snapshot = self.rng.random() < 0.5
@@ -538,7 +542,9 @@ class Model:
             self.disturb(n)
 
     def heal(self, rounds: int = 80) -> None:
-        """Everybody is there: then every partition is led and in sync, and no move goes on."""
+        """Bring all brokers back: then every partition is led and in sync, and no reassignment
+        continues.
+        """
         self.say("heal")
         self.flush()
         for each in range(rounds):

@@ -346,8 +346,8 @@ def test_a_silent_broker_is_fenced_at_the_end_of_its_session(scene: Scene) -> No
 def test_a_controller_that_stood_still_fences_nobody_who_speaks(
     scene: Scene, still_ms: int
 ) -> None:
-    """R7: when it goes on, sessions are over that it could not hear of; nor does the first of them
-    pay for it.
+    """R7: when the controller continues, sessions have run out whose heartbeats it could not
+    receive; no broker is fenced for that, the first of them included.
     """
 
     async def story(world: World) -> None:
@@ -431,7 +431,7 @@ def test_leaders_move_back_by_themselves(monkeypatch: pytest.MonkeyPatch, enable
 
 
 def test_a_partition_that_waits_for_a_damaged_replica_names_its_broker(scene: Scene) -> None:
-    """R3: the broker is there, and nobody would guess that its replica is missing."""
+    """R3: the broker is registered, and an operator would not guess that its replica is missing."""
 
     async def story(world: World) -> None:
         brokers = await topic_on(scene, world, 2, min_insync_replicas="2")
@@ -489,7 +489,7 @@ def test_reassignments_and_unregistering_travel_the_wire(scene: Scene) -> None:
 
 
 def test_a_smaller_minimum_ends_a_reassignment_that_waited_for_more(scene: Scene) -> None:
-    """Nobody else may ever have a reason to look at the partition again."""
+    """No later event may ever cause another look at the partition."""
 
     async def story(world: World) -> None:
         first, second, third = await topic_on(scene, world, 3, min_insync_replicas="3")

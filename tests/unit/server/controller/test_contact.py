@@ -29,7 +29,7 @@ def scene() -> Any:
 
 
 async def two_up(scene: Scene, world: World) -> list[Replica]:
-    """Two brokers that were unfenced, and beat when they are told to."""
+    """Return two unfenced brokers, which send heartbeats when the test asks them to."""
     brokers = [Replica(scene, world, node_id) for node_id in (1, 2)]
     for broker in brokers:
         await broker.register()
@@ -55,8 +55,8 @@ async def goes_on(scene: Scene, world: World, stuck: asyncio.Task[Any]) -> None:
 
 
 def test_a_metadata_disk_that_stands_still_takes_no_contact_from_brokers(scene: Scene) -> None:
-    """controller/active A4: the controller lives and hears them, and nobody else leads.  What a
-    heartbeat brings about has to wait.
+    """controller/active A4: the controller lives and receives heartbeats, and no other controller
+    leads. The changes that a heartbeat causes have to wait.
     """
 
     async def story(world: World) -> None:

@@ -1,4 +1,4 @@
-"""Three controllers: one is active, and whoever follows it goes on where it stopped."""
+"""Three controllers: one is active, and its successor continues where it stopped."""
 
 from __future__ import annotations
 
@@ -121,7 +121,9 @@ def lives(world: Controllers, broker: int, at: int) -> None:
 
 
 def reachable(world: Controllers, address: str) -> None:
-    """Somebody lives there: a stream that goes costs nobody the session at once."""
+    """A process listens at the broker's address: a broken stream does not end the session at
+    once.
+    """
 
     async def serve(_kind: StreamKind, stream: Stream) -> None:
         await stream.recv()
@@ -209,7 +211,7 @@ def test_what_was_asked_of_a_leader_without_a_majority_is_not_done_twice(make: A
 
 
 def test_a_controller_that_leaves_in_order_is_followed_at_once(make: Any) -> None:
-    """EndQuorumEpoch: nobody waits for a timeout, or for a refused connection."""
+    """EndQuorumEpoch: no voter waits for a timeout, or for a refused connection."""
     world = make(12)
     old = world.active()
     world.sim.loop.run_for_ms(2_000)

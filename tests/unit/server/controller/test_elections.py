@@ -47,7 +47,8 @@ HISTORIES = [
     (2, "S3 S2 L1 B1", 2, (2,), (), (1,), False),
     (2, "S3 S2 L2 B2", 1, (1,), (), (2,), False),
     (2, "S3 S2 L2 B2 G2", 1, (1, 2), (), (), False),
-    (2, "F1 F2 F3 L2 B2", NONE, (), (3,), (2,), False),  # 3 has it all: nobody else may lead
+    # 3 has every record: no other replica may lead
+    (2, "F1 F2 F3 L2 B2", NONE, (), (3,), (2,), False),
     (2, "F1 F2 F3 L2 B2 B3", 3, (3,), (), (2,), False),
     (2, "D1 D2 L3 B3 B1 B2", 2, (2,), (), (3,), False),  # two clean stops and an unclean one
     (2, "F3 F1 F2 D1 D2 L3 B3", NONE, (), (1, 2), (), False),
@@ -100,7 +101,7 @@ def test_the_table_of_histories(
 
 
 def all_lost(min_isr: int = 2, **configs: str) -> Bench:
-    """Everybody lost power and registers again; 2 and 3 are the last known."""
+    """All brokers lost power and register again; 2 and 3 are the last known."""
     bench = three(min_isr, **configs)
     for broker in (1, 2, 3):
         bench.fence(broker)

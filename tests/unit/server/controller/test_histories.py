@@ -2,12 +2,12 @@
 their logs hold.
 
 The model's brokers follow the metadata without delay and keep the leader's rules (R1, R2): a record
-is committed when the whole ISR has it and the ISR is as large as required.  What must hold then,
-whatever happens and in any order:
+is committed when the whole ISR has it and the ISR is as large as required.  What must hold in every
+history:
 
-  - an election that is not marked unclean elects a log with everything committed
-  - an unclean one elects the greatest of the last known, when it waited for them
-  - ISR, ELR and last-known together are never empty: somebody is known to hold the data
+  - an election that is not marked unclean elects a log with all committed records
+  - an unclean election elects the greatest log of the last known, if it waited for them
+  - ISR, ELR and last-known are never all empty: some replica is known to hold the data
   - the leader is a member of the ISR; epochs never go back
   - a log that is replayed gives the same image
 """
@@ -29,7 +29,7 @@ from tests.unit.server.controller.controller_bench import NOW, Bench, alter_isr,
 BROKERS = (1, 2, 3, 4)
 KEY = PartitionKey("id0", 0)
 
-Record = tuple[int, int]  # (leader epoch, number): a record nobody else wrote
+Record = tuple[int, int]  # (leader epoch, number): unique to its writer
 
 
 class History:

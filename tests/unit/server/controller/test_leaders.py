@@ -67,7 +67,7 @@ def test_it_goes_to_nobody_who_could_lose_or_leave() -> None:
 
 
 def test_an_unclean_leader_recovers_before_it_hands_over() -> None:
-    """T4: it reads the tier's table first; its successor would begin anew."""
+    """T4: it reads the tier's table first; otherwise its successor would start again empty."""
     bench = Bench()
     bench.up(1, 2)
     bench.topic("t", 1, 2)

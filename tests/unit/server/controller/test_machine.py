@@ -140,7 +140,7 @@ def test_leadership_moves_to_the_next_in_sync() -> None:
 
 
 def test_below_min_isr_the_leavers_stay_eligible() -> None:
-    """KIP-966: with min ISR 2, whoever left last may lead again without loss."""
+    """KIP-966: with min ISR 2, the replica that left last may lead again without loss."""
     bench = Bench()
     bench.up(1, 2, 3)
     bench.topic("t", 1, 3, min_insync_replicas="2")
@@ -352,7 +352,7 @@ def test_a_leaderless_partition_of_a_deleted_topic_is_forgotten() -> None:
 
 
 def test_a_table_to_purge_is_marked_until_a_broker_reports_it_gone() -> None:
-    """T7: what is asked for outlives whoever was to do it."""
+    """T7: the request to purge outlives the broker that was to do it."""
     bench = Bench()
     bench.up(1)
     for name in ("kept", "gone"):
@@ -532,7 +532,9 @@ def test_replay_gives_the_same_image(actions: list[tuple[str, int, int]]) -> Non
 
 
 def test_who_asks_again_to_create_a_topic_is_told_of_its_own() -> None:
-    """Its reply was lost: to whoever made it, by the request's id, the topic is not in the way."""
+    """The reply was lost.  The client sends the same request id again, and its own topic is no
+    TOPIC_ALREADY_EXISTS for it.
+    """
     bench = Bench()
     bench.up(1)
 

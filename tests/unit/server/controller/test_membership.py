@@ -260,7 +260,7 @@ def test_a_leader_that_removes_itself_and_dies_before_the_other_has_heard_of_it(
 
 
 def test_who_was_away_finds_a_leader_that_was_added_meanwhile(make: Any) -> None:
-    """Its own log does not say where that one is reached, and nobody else may be left to."""
+    """Its own log does not have the leader's address, and no other node may be left to name it."""
     world = make(7)
     leader = world.active()
     away, other = (n for n in (1, 2, 3) if n != leader)

@@ -223,7 +223,7 @@ def test_a_lost_stream_of_a_dead_broker_fences_at_once(scene: Scene) -> None:
 def test_who_was_fenced_and_speaks_again_on_its_stream_is_fenced_for_its_next_silence(
     scene: Scene,
 ) -> None:
-    """R7: a process that was stopped for a while breaks no stream, and does not register anew."""
+    """R7: a process that was stopped for a while breaks no stream, and does not register again."""
 
     async def story(world: World) -> None:
         broker = FakeBroker(scene, world, "i1")
@@ -264,7 +264,7 @@ def test_a_silent_broker_is_fenced_after_its_session(scene: Scene) -> None:
 
 
 def test_a_reachable_broker_keeps_its_session_over_a_reset(scene: Scene) -> None:
-    """R7: a reset alone fences nobody: the broker answers on its address and resumes (no new
+    """R7: a reset alone fences no broker: the broker answers on its address and resumes (no new
     epoch).
     """
 
@@ -368,8 +368,8 @@ def log_file(scene: Scene) -> str:
 
 
 def test_who_waits_for_news_is_not_handed_the_failure_of_the_controller() -> None:
-    """controller/node N1: a broker takes what it is told for an answer, and would end of a disk
-    that is not its own.
+    """controller/node N1: a broker would take the error for an answer, and would end because of a
+    disk that is not its own.
     """
     scene, broker = failing(metadata_log_max_record_bytes_between_snapshots=1)
     scene.storage.fault = lambda _operation, path: (
@@ -390,7 +390,7 @@ def test_a_controller_whose_log_is_damaged_hands_none_of_it_out_and_ends() -> No
     # controller/node N1, rule L9
     scene, broker = failing()
     scene.storage.rot(log_file(scene), 100, 3)
-    broker.image = MetadataImage()  # as who starts anew
+    broker.image = MetadataImage()  # like a broker that has just started
 
     async def story(_world: World) -> None:
         for _ in range(2):

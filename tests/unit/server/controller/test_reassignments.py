@@ -136,8 +136,9 @@ def test_only_who_goes_ends_the_leaders_epoch() -> None:
 
 
 def test_what_a_replica_said_of_the_log_it_deleted_counts_for_nothing() -> None:
-    """4 has everything and says so; while that is on its way it is removed, deletes its log, and is
-    added again, under the same registration.  Its leader hears of both at once, then of what 4 had.
+    """4 reports that it has everything.  Before the report arrives, 4 is removed, deletes its log,
+    and is added again, under the same registration.  Its leader learns of both changes at once, and
+    then gets the old report.
     """
     bench = cluster()
     assert reassign(bench, 1, 2, 3, 4) == 0
@@ -263,8 +264,8 @@ def test_a_move_waits_while_nobody_leads_and_ends_after() -> None:
 
 
 def test_an_election_that_brings_what_a_move_waits_for_ends_it() -> None:
-    """Who goes is gone for good: the new leader never has another ISR to ask for, and would refuse
-    acks=all for want of replicas that nobody asks for any more.
+    """The removed replicas do not return: the new leader never has another ISR to ask for, and
+    would refuse acks=all because of replicas that are not wanted any more.
     """
     bench = cluster(3, min_insync_replicas="2")
     bench.fence(3)
@@ -279,7 +280,7 @@ def test_an_election_that_brings_what_a_move_waits_for_ends_it() -> None:
 
 
 def test_no_cancel_drops_the_last_replica_that_has_everything() -> None:
-    """Nobody leads: 1 lost power and is only known to have been a member, 3 has everything."""
+    """No broker leads: 1 lost power and is only known to have been a member, 3 has it all."""
     bench = cluster(2, min_insync_replicas="2")
     reassign(bench, 3, 4)
     joins(bench, 3)

@@ -304,7 +304,7 @@ def test_a_new_leader_whose_watermark_lags_deletes_nothing_yet(rig: Any, kit: An
 
 
 def test_deletions_that_a_silent_replica_holds_up_wait_side_by_side(rig: Any, kit: Any) -> None:
-    """Else the answer to many comes when nobody waits for it any more."""
+    """Otherwise the answer to many of them comes after their clients have given up."""
     partitions = [rig.partition(number, replicas=(1, 2)) for number in range(8)]
 
     async def story() -> None:

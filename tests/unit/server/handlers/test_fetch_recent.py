@@ -175,7 +175,9 @@ def test_a_batch_from_memory_that_does_not_fit_leads_the_next_frame(rig: Any, ki
 
 
 def test_readers_at_the_end_do_not_starve_one_on_the_disk(rig: Any, kit: Any) -> None:
-    """Turns stay round robin: whoever waits longest begins the frame, wherever its bytes are."""
+    """Turns stay round robin: the partition that has waited longest begins the frame, wherever its
+    bytes are.
+    """
     for number in range(2):
         rig.partition(number)
 

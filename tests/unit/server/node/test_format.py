@@ -212,7 +212,7 @@ def test_a_directory_of_the_last_start_is_there_or_given_up(tmp_path: Path) -> N
 
 
 def test_a_disk_that_was_replaced_by_format_is_no_lost_one(tmp_path: Path) -> None:
-    """node/format F4: whoever formats it knows that it is gone."""
+    """node/format F4: the operator who formats the replaced disk knows that the old one is gone."""
     broker, dirs = node(node_id=9, process_roles="broker"), [str(tmp_path / name) for name in "ab"]
     given = {"cluster_id": "", "initial_controllers": False}
     format_node(dirs, broker, ignore_formatted=False, **given)
@@ -245,7 +245,7 @@ def test_one_directory_is_given_once(tmp_path: Path) -> None:
 
 
 def test_a_directory_in_use_is_told_as_that(tmp_path: Path) -> None:
-    """Its metadata are in use, too: nobody is to give it first."""
+    """Its metadata are in use, too: the operator need not name the metadata directory first."""
     alone, a = resolve({}, {}, {}), tmp_path / "a"
     prepare([str(a)], alone)[1].unlock()
     (a / "metadata/quorum-state").write_bytes(first_state())
@@ -259,7 +259,7 @@ def test_a_directory_in_use_is_told_as_that(tmp_path: Path) -> None:
 
 
 def test_the_directories_of_a_controller_in_another_order(tmp_path: Path) -> None:
-    """node/format F3: nobody is told that its metadata are gone."""
+    """node/format F3: the node does not report that its metadata are gone."""
     dirs = [str(tmp_path / name) for name in "ab"]
     format_node(dirs, node(), cluster_id="", initial_controllers=True, ignore_formatted=False)
     with pytest.raises(errors.InvalidConfig, match=f"{dirs[0]}/metadata: give that directory"):

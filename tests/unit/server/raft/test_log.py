@@ -77,7 +77,7 @@ def saved(disk: Disk) -> tuple[Vote, int]:
 
 
 def silent(_event: str, **_facts: object) -> None:
-    """Nobody reads what is said."""
+    """A log listener that ignores all events."""
 
 
 async def _opened(log: RaftLog[MetadataRecord]) -> None:
@@ -326,7 +326,9 @@ def test_a_write_whose_caller_goes_is_finished() -> None:
 
 
 def test_voters_that_are_undone_with_what_found_no_room_are_refused() -> None:
-    """KIP-853: else who asked waits for ever, and nobody can change the voters again."""
+    """KIP-853: otherwise the client waits without an end, and no later change of the voters is
+    possible.
+    """
     disk = Disk()
     log = disk.open()
     two = (Voter(1, "d"), Voter(2, "e"))

@@ -435,7 +435,7 @@ def test_what_a_snapshot_was_made_of_is_known_to_be_committed() -> None:
 
 
 def test_who_fetches_in_vain_is_heard() -> None:
-    """Also a voter that is told of a snapshot is one the leader is in touch with."""
+    """The leader is also in touch with a voter whose fetch it answers with a snapshot id."""
     base = SnapshotId(5, 1)
     quorum, _ = started(log_of(7, (1, 5), base=base, snapshot=base))
     quorum.step(TimerFired(ELECTION), 0)

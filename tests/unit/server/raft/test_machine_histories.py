@@ -35,7 +35,7 @@ def history(seed: int) -> World:
 
 
 def alive(world: World) -> None:
-    """After the faults: one leader, and what it is given everybody commits."""
+    """After the faults: there is one leader, and every node commits what the leader appends."""
     leaders = world.leaders()
     newest = max(leaders, key=lambda node: node.machine.epoch)
     assert all(n is newest or n.me not in newest.machine.voters for n in leaders), "two leaders"

@@ -148,7 +148,9 @@ def test_damage_below_a_snapshot_is_no_torn_tail(newest: str) -> None:
 
 
 def test_a_damaged_record_below_a_snapshot_keeps_those_behind_it() -> None:
-    """raft/recovery O2: who reads it is told; who begins with the snapshot does not need it."""
+    """raft/recovery O2: a reader of the damaged record gets an error; a replay that begins with the
+    snapshot does not need it.
+    """
     storage = SimStorage("m")
     log_of(storage, *[1] * 8)
     put(storage, SnapshotId(5, 1))

@@ -56,7 +56,7 @@ async def ask(rig: Any, kit: Any, partition: int) -> int:
 
 @pytest.fixture
 def another(rig: Any) -> None:
-    """Another replica is in sync: a damaged one goes offline, and is made anew."""
+    """Another replica is in sync: a damaged one goes offline, and is created again."""
     rig.core.publisher.image.elsewhere = (2,)
 
 
@@ -185,7 +185,7 @@ def test_what_a_reader_trips_over_takes_the_partition_offline(
             assert answer.error.code == errors.CorruptLog.code
             await caller.close()
         assert await ask(rig, kit, 0) == errors.CorruptLog.code
-        async with asyncio.timeout(5):  # who waits at the end is told too
+        async with asyncio.timeout(5):  # a fetch that waits at the end is answered, too
             reply, _ = await kit.fetched(watching)
         assert reply.partitions[0].error.code == errors.CorruptLog.code
         watching.close()
@@ -334,7 +334,7 @@ def test_damage_without_a_range_takes_the_only_copy_offline(
 def test_a_damaged_leader_goes_once_another_replica_is_in_sync(
     rig: Any, kit: Any, warnings: Any
 ) -> None:
-    """replica/corruption N3: that one has the range."""
+    """replica/corruption N3: the replica in sync has the range."""
     damaged = rig.partition(0)
 
     async def story() -> None:
@@ -356,7 +356,9 @@ def test_a_damaged_leader_goes_once_another_replica_is_in_sync(
 
 
 async def without_its_first(rig: Any, kit: Any, **given: Any) -> Any:
-    """A partition with three segments; the file of the first was removed while nobody looked."""
+    """A partition with three segments; the file of the first was removed while the broker was
+    down.
+    """
     partition = rig.partition(0, segment_bytes=14 * 1024, **given)
     await fill(rig, kit, 0, 0, 0)
     log = partition.log

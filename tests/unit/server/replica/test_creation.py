@@ -94,7 +94,9 @@ def test_what_is_full_waits_and_the_others_go_on(
 
 
 def test_a_topic_that_goes_while_it_is_tried_again_leaves_nothing(cluster: Cluster) -> None:
-    """broker/metadata_publisher M3: what was created for nobody is no stray."""
+    """broker/metadata_publisher M3: a log that was created for a deleted topic does not remain as a
+    stray.
+    """
     cluster.start()
     storage = cluster.storages["d1"]
     storage.fault = full(0, 1)
@@ -119,7 +121,7 @@ def test_a_topic_that_goes_while_it_is_tried_again_leaves_nothing(cluster: Clust
         await caller.close()
 
     cluster.do(remove())
-    assert len(core.manager.logs()) == 1  # nobody's yet
+    assert len(core.manager.logs()) == 1  # not adopted by a partition yet
     cluster.world.loop.run_for_ms(4_000)
     assert [type(outcome).__name__ for outcome in tried[0]] == ["PartitionLog", "StorageFull"]
     assert core.manager.logs() == core.partitions == core.replicas.unopened() == {}
@@ -226,7 +228,9 @@ def test_two_who_miss_one_partition_create_it_once(
 def test_what_is_offline_is_not_created_by_the_next_record(
     cluster: Cluster, visits: list[list[int]]
 ) -> None:
-    """broker/metadata_publisher M4, M6: a cause that does not pass by itself stays what is told."""
+    """broker/metadata_publisher M4, M6: a cause that does not pass by itself stays the reported
+    cause.
+    """
     cluster.start()
     topic_id = cluster.do(cluster.create("flights", 2))
     core, key = cluster.broker.core, PartitionKey(topic_id, 1)
@@ -367,8 +371,9 @@ def test_an_earlier_life_in_an_old_image_does_not_push_the_present_one_away(
 def test_a_directory_fails_while_the_other_still_creates(
     make_cluster: Callable[..., Cluster],
 ) -> None:
-    """broker/core B3, L2: what was created in one directory is adopted when both are done; if that
-    one failed meanwhile, the controller hears so and nobody leads there.
+    """broker/core B3, L2: logs created in a directory are adopted when both directories are done.
+    If that directory failed meanwhile, the replicas are reported offline to the controller and none
+    of them leads.
     """
     cluster = make_cluster(5, disks=2)
     cluster.start()
@@ -441,7 +446,7 @@ def test_an_office_is_not_taken_that_ended_while_its_log_settled(
 def test_an_office_is_taken_though_a_snapshot_replaced_the_image_meanwhile(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the snapshot does not change is nobody else's to react to."""
+    """No other code reacts to a partition that the snapshot does not change."""
     cluster.start()
     topic_id = cluster.do(cluster.create("flights"))
     core, key = cluster.broker.core, PartitionKey(topic_id, 0)

@@ -115,7 +115,7 @@ def test_one_wish_at_a_time_and_a_refused_one_lets_go() -> None:
 
 
 def test_who_may_have_been_no_replica_for_a_moment_is_compared_anew() -> None:
-    """replica/isr M4: a reassignment is cancelled and begun again; the leader hears of both at
+    """replica/isr M4: a reassignment is cancelled and begun again; the leader learns of both at
     once, and the replica deleted its log in between.
     """
     eligible = {2: 20, 3: 30}

@@ -172,7 +172,7 @@ def test_a_failed_write_and_a_bug_are_fatal_and_queues_are_bounded() -> None:
 
 
 class Sum:
-    """Adds what it is told: `+n` appends, "?" reads, anything else is refused."""
+    """A state machine of sums: `+n` appends, "?" reads, any other command is refused."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -323,8 +323,9 @@ def test_a_failed_append_starts_over() -> None:
 
 
 def test_a_host_whose_log_another_node_leads_ends_without_a_replay() -> None:
-    """runtime/replayed_host H4: that log may be cut at any moment; the next term reads it anew.  It
-    is no failure."""
+    """runtime/replayed_host H4: that log may be truncated at any moment; the next term replays it
+    again.  This is no failure.
+    """
 
     async def story(world: World) -> None:
         log, fatal = ListLog(world, [5]), []  # type: ignore[var-annotated]

@@ -34,7 +34,9 @@ def world() -> Iterator[SimWorld]:
 def test_the_time_a_call_waited_for_its_turn_is_not_the_tiers(
     world: SimWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tier is told what is left, or it would answer when nobody listens any more."""
+    """The call carries the time that is left; otherwise the tier would answer after the caller has
+    given up.
+    """
     monkeypatch.setattr(tier_client, "CALLS_MAX", 1)
     told: list[int] = []
 

@@ -23,8 +23,8 @@ from tests.unit.server.tier.test_node import (
 def test_a_directory_fails_while_its_partition_claims_the_table(
     make_cluster: Callable[..., Cluster], kit: Any
 ) -> None:
-    """Rules T4, L2: the claim is over, the controller hears that the replica is offline, and when
-    the store is back nobody leads on a disk that is gone.
+    """Rules T4, L2: the claim ends, the controller learns that the replica is offline, and when the
+    store is back no replica leads on the failed disk.
     """
     cluster = make_cluster(11, disks=2, tier_url="memory://tier")
     cluster.start()
@@ -44,7 +44,7 @@ def test_a_directory_fails_while_its_partition_claims_the_table(
     cluster.world.run_until(lambda: core.publisher.epoch_fence.epoch(partition.key) is not None)
     cluster.storages[lost].failed = errors.StorageFailed("gone")
     cluster.world.run_until(
-        lambda: core.publisher.image.partition(partition.key).leader == -1  # it was told
+        lambda: core.publisher.image.partition(partition.key).leader == -1  # the report arrived
     )
     cluster.start_tier()
     cluster.world.loop.run_for_ms(30_000)
@@ -57,8 +57,9 @@ def test_a_directory_fails_while_its_partition_claims_the_table(
 def test_a_claim_ends_with_its_replica(
     make_cluster: Callable[..., Cluster],
 ) -> None:
-    """broker/metadata_publisher M7: what is made anew is another log, and the claim would
-    reset it."""
+    """broker/metadata_publisher M7: the replica that is created again has another log, which the
+    claim would reset.
+    """
     cluster = make_cluster(11, tier_url="memory://tier")
     cluster.start()
     topic_id = cluster.do(cluster.create("flights", **QUICK))
@@ -77,7 +78,9 @@ def test_a_claim_ends_with_its_replica(
 def test_a_claim_ends_with_a_log_that_a_full_disk_left_half_way(
     make_cluster: Callable[..., Cluster], kit: Any
 ) -> None:
-    """Rules T4, L2: the next try would not know what is there; the controller hears of it."""
+    """Rules T4, L2: the next attempt would not know what the log holds; the controller gets the
+    replica as offline.
+    """
     cluster = make_cluster(0, tier_url="memory://tier")
     topic_id = back_without_a_tier(cluster, kit)
     core, again = cluster.broker.core, partition_of(cluster, topic_id)
@@ -99,7 +102,7 @@ def test_a_claim_ends_with_a_log_that_a_full_disk_left_half_way(
 
 
 def _no_room_half_way(operation: str, path: str) -> Exception | None:
-    """For the epochs of a log that is begun anew: its segments are gone by then."""
+    """Fail the write of the epochs of a log that starts again: its segments are deleted by then."""
     written = "topics/" in path and path.endswith("leader-epoch-checkpoint.tmp")
     return errors.StorageFull("full") if written else None
 
@@ -114,9 +117,9 @@ def _elsewhere(core: BrokerCore, partition: Partition) -> PartitionState:
 def test_a_log_left_half_way_by_a_claim_that_is_over_is_offline(
     make_cluster: Callable[..., Cluster], kit: Any
 ) -> None:
-    """Rules T4, L2: another broker is elected while the log begins anew at the table's end, and
-    there is no room on the way.  What it had is gone by then; as a replica it would say that it has
-    it, join the ISR for that, and lead without it.
+    """Rules T4, L2: another broker is elected while the log starts again at the table's end, and
+    the disk is full half-way.  The old records are deleted by then.  As a follower the replica
+    would still report them, join the ISR because of them, and lead without them.
     """
     cluster = make_cluster(0, tier_url="memory://tier")
     topic_id = back_without_a_tier(cluster, kit)
@@ -147,7 +150,9 @@ def test_a_log_left_half_way_by_a_claim_that_is_over_is_offline(
 def test_a_claim_ends_with_a_log_that_it_found_half_way(
     make_cluster: Callable[..., Cluster], kit: Any
 ) -> None:
-    """The same, the other way round: elected uncleanly while its log begins anew for a leader."""
+    """The opposite case: the replica is elected uncleanly while its log starts again as a
+    follower.
+    """
     cluster = make_cluster(0, tier_url="memory://tier")
     topic_id = back_without_a_tier(cluster, kit)
     core, again = cluster.broker.core, partition_of(cluster, topic_id)

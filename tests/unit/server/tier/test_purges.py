@@ -55,8 +55,8 @@ def purges_of(cluster: Cluster) -> dict[str, str]:
 
 
 def test_a_purge_outlives_a_restart_of_everything(tiered: Cluster, kit: Any) -> None:
-    """Rule T7: whoever was to do it within file_delete_delay_ms is gone; another life of the name
-    has a table of its own, and keeps it.
+    """Rule T7: the broker that was to purge within file_delete_delay_ms is gone.  A new topic of
+    the same name has a table of its own, and keeps it.
     """
     old = tiered.do(tiered.create("flights", **QUICK))
     tiered.do(tiered.produce(kit, old, 4))

@@ -19,8 +19,8 @@ from tests.unit.server.tier.test_node import (
 def test_a_topic_whose_tier_is_turned_off_expires_by_its_own_retention(
     tiered: Cluster, kit: Any
 ) -> None:
-    """Rules T1, T6: nothing waits any more for a copy that nobody makes; turned on again, the tier
-    takes what is still there.
+    """Rules T1, T6: no segment waits any more for a copy that is not made.  When the tier is turned
+    on again, it copies the records that still exist.
     """
     topic_id = tiered.do(tiered.create("flights", **QUICK, retention_ms="20000"))
     tiered.do(produce(tiered, kit, topic_id, 12))

@@ -1,4 +1,4 @@
-"""What the tier is told and what it reports: rules P6, T1, T4, T6."""
+"""What the broker sends to the tier, and what the tier reports: rules P6, T1, T4, T6."""
 
 from __future__ import annotations
 
