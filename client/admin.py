@@ -19,6 +19,7 @@ from google.protobuf.message import Message
 from pk import errors, settings
 from pk.client import arguments, connection, described
 from pk.client.brokers import BrokerCalls
+from pk.client.cluster import ClusterCalls
 from pk.client.described import PartitionDescription, TierDescription
 from pk.client.endings import refusal
 from pk.client.network_client import NetworkClient
@@ -81,7 +82,7 @@ class ConfigEntry:
     doc: str = ""
 
 
-class AdminClient(BrokerCalls, QuorumCalls, ReassignmentCalls):
+class AdminClient(BrokerCalls, ClusterCalls, QuorumCalls, ReassignmentCalls):
     """Administers a cluster.
 
     bootstrap: "host:port,…" of brokers, or a list.  bootstrap_controllers: addresses of controllers

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 
 from google.protobuf.message import Message
 
-from pk import errors
+from pk import errors, formats
 from pk.backoff import Backoff, equal_jitter, exponential_ms
 from pk.server.broker.controller_search import ControllerSearch
 from pk.server.replica.offline_reports import OfflineReports
@@ -48,7 +48,12 @@ if TYPE_CHECKING:
 
 _BACKOFF_MS = (50, 2_000)
 #: Refusals that concern this broker; any other error is the controller's own.
-_MINE = (errors.StaleBrokerEpoch, errors.ClusterIdMismatch, errors.DirectoryOfAnotherCluster)
+_MINE = (
+    errors.StaleBrokerEpoch,
+    errors.ClusterIdMismatch,
+    errors.DirectoryOfAnotherCluster,
+    errors.NewerFormat,
+)
 
 
 @dataclass(slots=True)
@@ -64,6 +69,7 @@ class BrokerIdentity:
     directory_ids: tuple[str, ...]
     clean_shutdown: bool
     previous_broker_epoch: int = NONE
+    format_level: int = formats.LEVEL  #: of `pk.format`, the highest that it knows (rule Q6)
 
 
 class BrokerLifecycleManager:
@@ -307,6 +313,7 @@ class BrokerLifecycleManager:
                 directory_ids=who.directory_ids,
                 clean_shutdown=who.clean_shutdown,
                 log_time_ms=self._world.clock.wall_ms(),
+                format_level=formats.level_field(who.format_level),
             ),
             self._patience_ms(),
         )

@@ -180,6 +180,7 @@ class BrokerNode:
             # All closed by one process: one that was restored from an older copy has another epoch.
             clean_shutdown=all(each.closed_properly for each in directories) and len(epochs) == 1,
             previous_broker_epoch=max(epochs),
+            format_level=run.format_level,
         )
 
     async def _until_unfenced(self) -> None:

@@ -87,7 +87,7 @@ class ActiveController:
         self._run = run
         self._say = say
         self._on_fatal = on_fatal
-        rules = commands.Rules(run.node_id, run.server, run.topic_defaults)
+        rules = commands.Rules(run.node_id, run.server, run.topic_defaults, run.format_level)
         self.epoch = metadata.epoch
         self._metadata = metadata
         self._answered_until_ms = metadata.leadership.answered_until_ms
@@ -113,6 +113,7 @@ class ActiveController:
         self._moves: deque[PartitionKey] = deque()  #: leaderships to move to the preferred leader
         self._balance_ms = 0
         self._rebalancer = LeaderRebalancer()
+        self._levels: dict[NodeId, int] = {}  #: levels of `pk.format` that voters know (Q6)
 
     @property
     def machine(self) -> Controller:
@@ -249,6 +250,8 @@ class ActiveController:
             "elect_leaders": elect_leaders,
             "unregister_broker": asks(commands.UnregisterBroker),
             "list_brokers": list_brokers,
+            "describe_cluster": asks(lambda r: commands.DescribeCluster(r, dict(self._levels))),
+            "upgrade_cluster": asks(lambda r: commands.UpgradeCluster(r, dict(self._levels))),
         }
 
     def _create_topics(self, request: wire.CreateTopicsRequest) -> commands.CreateTopics:
@@ -303,7 +306,10 @@ class ActiveController:
                 self._try_elections()  # the elections that this decision had no room for
 
     def voter_fetched(self, request: wire.QuorumFetchRequest) -> None:
-        """Note the clock that another controller sent with its fetch (rule L10)."""
+        """Note the clock and the level that another controller sent with its fetch (rules L10,
+        Q6).
+        """
+        self._levels[request.sender.node_id] = max(1, request.format_level)
         boottime_ms = self._world.clock.boottime_ms()
         self.clocks.observe(request.sender.node_id, request.clock, boottime_ms, broker=False)
 

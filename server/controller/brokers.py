@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
 
-from pk import errors
+from pk import errors, formats
 from pk.server.controller.batched_decision import BatchedDecision, More, Step, StepOf
 from pk.server.controller.commands import (
     AlterPartition,
@@ -30,6 +30,7 @@ from pk.server.controller.commands import (
     registered,
 )
 from pk.server.controller.elections import LeaderEligibility, PartitionChangeBuilder
+from pk.server.controller.levels import require_known
 from pk.server.controller.reports import wanted
 from pk.server.metadata.image import BrokerState, MetadataImage, PartitionState
 from pk.types import NONE, NodeId, PartitionKey
@@ -66,6 +67,7 @@ def register(image: MetadataImage, rules: Rules, command: Register) -> Out:
         raise errors.DuplicateBroker(
             f"broker {request.broker_id} is alive with another process; use another node_id"
         )
+    require_known(image, request)
     clean = _survived(old, request)
     who = request.broker_id
     batch = BatchedDecision(image, rules, LeaderEligibility(image, command.reports, leaving=who))
@@ -82,17 +84,19 @@ def register(image: MetadataImage, rules: Rules, command: Register) -> Out:
         rack=request.rack,
         fenced=True,
         clean=clean,
+        format_level=formats.level_field(request.format_level),
     )
     reply = wire.RegisterBrokerReply(broker_epoch=epoch, clean=clean)
     return decision(reply, [record, *batch.bodies], batch.effects)
 
 
 def _same(old: BrokerState, request: wire.RegisterBrokerRequest) -> bool:
-    return (old.address, old.rack, old.boot_id, old.directory_ids) == (
+    return (old.address, old.rack, old.boot_id, old.directory_ids, old.format_level) == (
         request.address,
         request.rack,
         request.boot_id,
         tuple(request.directory_ids),
+        max(1, request.format_level),
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from pk import errors
+from pk import errors, formats
 from pk.effects import Decision, Effect
 from pk.server.controller.reports import Reports
 from pk.server.metadata.image import BROKER_RESOURCE, TOPIC_RESOURCE, BrokerState, MetadataImage
@@ -124,6 +124,25 @@ class ListBrokers:
 
 
 @dataclass(slots=True, frozen=True)
+class DescribeCluster:
+    """Describe the level of the cluster.
+
+    `voters`: the levels that voters sent with their fetches in this term, by node id.
+    """
+
+    request: wire.DescribeClusterRequest
+    voters: Mapping[NodeId, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True, frozen=True)
+class UpgradeCluster:
+    """Raise the level of the cluster (rule Q6).  `voters`: as of `DescribeCluster`."""
+
+    request: wire.UpgradeClusterRequest
+    voters: Mapping[NodeId, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True, frozen=True)
 class UnregisterBroker:
     request: wire.UnregisterBrokerRequest
 
@@ -179,6 +198,7 @@ class Rules:
     node_id: NodeId
     server: Mapping[str, Any]  #: resolved `settings.SERVER`
     topic_defaults: Mapping[str, Any] = field(default_factory=dict)  #: from the configuration file
+    format_level: int = formats.LEVEL  #: the level of `pk.format` that this node knows
 
     def of_topic(self, image: MetadataImage, name: str, option: str) -> Any:
         """Return one raw setting of a topic without resolving all settings."""

@@ -20,12 +20,14 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from pk import formats
 from pk.effects import Publish
 from pk.server.controller import (
     brokers,
     commands,
     config_changes,
     leaders,
+    levels,
     reassignments,
     topics,
 )
@@ -35,9 +37,6 @@ from pk.server.metadata.image import MetadataImage
 from pk.server.metadata.records import MetadataRecord
 from pk.types import PartitionKey
 from pk.wire import pk_pb2 as wire
-
-#: The feature whose level determines the records and formats that this cluster may use.
-FORMAT_FEATURE = "pk.format"
 
 Command = (
     commands.Bootstrap
@@ -60,6 +59,8 @@ Command = (
     | commands.ListReassignments
     | commands.UnregisterBroker
     | commands.ListBrokers
+    | commands.DescribeCluster
+    | commands.UpgradeCluster
 )
 
 
@@ -73,7 +74,7 @@ def bootstrap(image: MetadataImage, rules: Rules, command: commands.Bootstrap) -
     bodies: list[Message] = []
     if not image.cluster_id:
         bodies.append(wire.ClusterRecord(cluster_id=command.cluster_id, genesis=command.genesis))
-        bodies.append(wire.FeatureLevelRecord(name=FORMAT_FEATURE, level=0))
+        bodies.append(wire.FeatureLevelRecord(name=formats.FEATURE))  # absent = level 1
     bodies += config_changes.record_min_isr(image, rules)
     return decision(image.cluster_id or command.cluster_id, bodies)
 
@@ -126,4 +127,6 @@ _DECISIONS: dict[type, Callable[[MetadataImage, Rules, Any], Out]] = {
     commands.ListReassignments: reassignments.list_reassignments,
     commands.UnregisterBroker: brokers.unregister,
     commands.ListBrokers: brokers.list_brokers,
+    commands.DescribeCluster: levels.describe_cluster,
+    commands.UpgradeCluster: levels.upgrade_cluster,
 }

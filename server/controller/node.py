@@ -54,7 +54,7 @@ _ASKED = (
     "register_broker", "broker_heartbeat", "create_topics", "delete_topics", "create_partitions",
     "alter_configs", "describe_configs", "allocate_producer_ids", "alter_partition",
     "alter_reassignments", "list_reassignments", "elect_leaders", "unregister_broker",
-    "tier_purged", "list_brokers",
+    "tier_purged", "list_brokers", "describe_cluster", "upgrade_cluster",
 )  # fmt: skip
 
 #: Requests whose reply shows a broker that it is not fenced.  A leader that may have been replaced
@@ -120,6 +120,7 @@ class ControllerNode:
             say=self._say,
             peers=run.peer_controller_addresses,
             reserve_bytes=reserve_bytes,
+            format_level=run.format_level,
         )
         self._running_since = RunningSince(world.clock)
         self.active: ActiveController | None = None  #: while this node is the active controller

@@ -68,6 +68,8 @@ class ControlStream:
             "elect_leaders": lambda request, frame: admin.forward(core, request, frame),
             "unregister_broker": lambda request, frame: admin.forward(core, request, frame),
             "list_brokers": lambda request, frame: admin.forward(core, request, frame),
+            "describe_cluster": lambda request, frame: admin.forward(core, request, frame),
+            "upgrade_cluster": lambda request, frame: admin.forward(core, request, frame),
             "confirm_clock": self._confirm_clock,
         }
         return {name: self._counted(name, handler) for name, handler in table.items()}

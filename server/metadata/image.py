@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from pk import errors, settings
+from pk import errors, formats, settings
 from pk.types import NONE, NodeId, PartitionKey, TopicId
 from pk.wire import pk_pb2 as wire
 
@@ -105,6 +105,7 @@ class BrokerState:
     in_controlled_shutdown: bool = False
     clean: bool = True
     changed_offset: int = NONE  #: of the last record about it
+    format_level: int = 1  #: the level of `pk.format` that it knows (rule Q6)
 
     @property
     def available(self) -> bool:
@@ -175,6 +176,11 @@ class MetadataImage:
             for number in numbers:
                 yield topic, number, topic.partitions[number]
 
+    @property
+    def format_level(self) -> int:
+        """The level of `pk.format`; a cluster begins at 1 (rule Q6)."""
+        return max(1, self.features.get(formats.FEATURE, 1))
+
     def available(self, broker_id: NodeId) -> bool:
         broker = self.brokers.get(broker_id)
         return broker is not None and broker.available
@@ -235,6 +241,7 @@ class MetadataImage:
             in_controlled_shutdown=record.in_controlled_shutdown,
             clean=record.clean,
             changed_offset=offset,
+            format_level=max(1, record.format_level),
         )
 
     def _broker_change(self, offset: int, record: wire.BrokerRegistrationChangeRecord) -> None:

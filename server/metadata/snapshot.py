@@ -27,7 +27,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from pk import errors
+from pk import errors, formats
 from pk.log import batch as batches
 from pk.log import columns
 from pk.log.storage import Buffer
@@ -127,6 +127,7 @@ def register_record(broker: BrokerState) -> wire.RegisterBrokerRecord:
         fenced=broker.fenced,
         in_controlled_shutdown=broker.in_controlled_shutdown,
         clean=broker.clean,
+        format_level=formats.level_field(broker.format_level),
     )
 
 

@@ -39,7 +39,7 @@ from hashlib import sha1
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pk import errors, settings, tracing
+from pk import errors, formats, settings, tracing
 from pk.clock import Clock, SystemClock
 from pk.server.node.settings import bootstrap_of, peers_of, roles_of, voters_of
 from pk.tasks import TaskRegistry
@@ -76,6 +76,8 @@ class RunConfig:
     topic_defaults: Mapping[str, Any] = field(default_factory=dict)  #: given `settings.TOPIC`s only
     #: uuid of `metadata/` as a voter has it (rule Q1); '' = the first directory's
     metadata_directory_id: str = ""
+    #: The level of `pk.format` that this build knows; tests give another one (rule Q6).
+    format_level: int = formats.LEVEL
 
     @property
     def controller_address(self) -> str:

@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from pk import errors
+from pk import errors, formats
 from pk.effects import Level
 from pk.log.partition_log import PartitionLog
 from pk.log.storage import Disk
@@ -101,6 +101,7 @@ class RaftLog(Generic[R]):
         say: Say = lambda event, **facts: None,
         peers: Mapping[NodeId, str] | None = None,
         reserve_bytes: int = RESERVE_BYTES,
+        format_level: int = formats.LEVEL,
     ) -> None:
         first = {me: address} if voters is None else voters
         self._given_alone = voters is None
@@ -119,7 +120,7 @@ class RaftLog(Generic[R]):
         )  # fmt: skip
         self._peers = Peers(
             world, hello, lambda: {**self.voters.addresses, **(peers or {})}, self._post,
-            self.voters, timeout_ms=self.quorum.timing.fetch_ms,
+            self.voters, timeout_ms=self.quorum.timing.fetch_ms, format_level=format_level,
         )  # fmt: skip
         self._rules = rules or SnapshotRules()
         self._say = say

@@ -16,7 +16,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from pk import errors
+from pk import errors, formats
 from pk.running_since import RunningSince
 from pk.server.raft import codec
 from pk.server.raft.messages import (
@@ -54,6 +54,7 @@ class Peers:
         voters: Voters[Any],
         *,
         timeout_ms: int,
+        format_level: int = formats.LEVEL,
     ) -> None:
         self._world = world
         self._hello = hello
@@ -61,6 +62,7 @@ class Peers:
         self._post = post
         self._voters = voters
         self._timeout_ms = timeout_ms
+        self._format_level = format_level  #: of `pk.format`, which fetches carry (rule Q6)
         self._running_since = RunningSince(world.clock)
         self._callers: dict[NodeId, Caller] = {}
         self._running: dict[NodeId, int] = {}
@@ -90,6 +92,7 @@ class Peers:
             request = self._voters.naming(codec.encode(message))
             if isinstance(request, wire.QuorumFetchRequest):
                 request.clock.CopyFrom(self._running_since.reading())
+                request.format_level = formats.level_field(self._format_level)
             frame = await caller.call(request, timeout_ms=self._timeout_ms)
             body = getattr(frame.head, frame.head.WhichOneof("body") or "error")
             reply = codec.decode(body, frame.payload)

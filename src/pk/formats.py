@@ -17,9 +17,16 @@ from typing import NamedTuple
 
 from pk import errors
 
+#: The feature whose level determines the records and formats that a cluster may use (rule Q6).
+FEATURE = "pk.format"
 #: The level of `pk.format` that this build knows: the newest records and formats that it reads and
 #: may write.  A peer that names no level knows level 1.
 LEVEL = 1
+
+
+def level_field(level: int) -> int:
+    """Return a level as records and requests carry it: absent for level 1."""
+    return level if level > 1 else 0
 
 
 class KnownFormat(NamedTuple):

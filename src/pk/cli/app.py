@@ -30,6 +30,7 @@ COMMANDS: Mapping[str, str] = {
     "server": "start a node: controller, broker and tier under one supervisor; format its disks",
     "topics": "create, list, describe, alter and delete topics",
     "brokers": "list the brokers, confirm a broker's clock",
+    "cluster": "describe the level of the cluster, raise it",
     "reassign": "give partitions other replicas",
     "produce": "send lines to a topic",
     "consume": "print the records of a topic",

@@ -142,6 +142,10 @@ class Head(_message.Message):
     LIST_BROKERS_REPLY_FIELD_NUMBER: _builtins.int
     CONFIRM_CLOCK_FIELD_NUMBER: _builtins.int
     CONFIRM_CLOCK_REPLY_FIELD_NUMBER: _builtins.int
+    DESCRIBE_CLUSTER_FIELD_NUMBER: _builtins.int
+    DESCRIBE_CLUSTER_REPLY_FIELD_NUMBER: _builtins.int
+    UPGRADE_CLUSTER_FIELD_NUMBER: _builtins.int
+    UPGRADE_CLUSTER_REPLY_FIELD_NUMBER: _builtins.int
     TIER_PARTITIONS_FIELD_NUMBER: _builtins.int
     TIER_PARTITIONS_REPLY_FIELD_NUMBER: _builtins.int
     TIER_PROGRESS_FIELD_NUMBER: _builtins.int
@@ -313,6 +317,14 @@ class Head(_message.Message):
     @_builtins.property
     def confirm_clock_reply(self) -> Global___ConfirmClockReply: ...
     @_builtins.property
+    def describe_cluster(self) -> Global___DescribeClusterRequest: ...
+    @_builtins.property
+    def describe_cluster_reply(self) -> Global___DescribeClusterReply: ...
+    @_builtins.property
+    def upgrade_cluster(self) -> Global___UpgradeClusterRequest: ...
+    @_builtins.property
+    def upgrade_cluster_reply(self) -> Global___UpgradeClusterReply: ...
+    @_builtins.property
     def tier_partitions(self) -> Global___TierPartitionsRequest:
         """broker <-> tier"""
 
@@ -424,6 +436,10 @@ class Head(_message.Message):
         list_brokers_reply: Global___ListBrokersReply | None = ...,
         confirm_clock: Global___ConfirmClockRequest | None = ...,
         confirm_clock_reply: Global___ConfirmClockReply | None = ...,
+        describe_cluster: Global___DescribeClusterRequest | None = ...,
+        describe_cluster_reply: Global___DescribeClusterReply | None = ...,
+        upgrade_cluster: Global___UpgradeClusterRequest | None = ...,
+        upgrade_cluster_reply: Global___UpgradeClusterReply | None = ...,
         tier_partitions: Global___TierPartitionsRequest | None = ...,
         tier_partitions_reply: Global___TierPartitionsReply | None = ...,
         tier_progress: Global___TierProgressRequest | None = ...,
@@ -443,11 +459,11 @@ class Head(_message.Message):
         tier_rows: Global___TierRowsRequest | None = ...,
         tier_rows_reply: Global___TierRowsReply | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["add_voter", b"add_voter", "allocate_producer_ids", b"allocate_producer_ids", "allocate_producer_ids_reply", b"allocate_producer_ids_reply", "alter_configs", b"alter_configs", "alter_configs_reply", b"alter_configs_reply", "alter_partition", b"alter_partition", "alter_partition_reply", b"alter_partition_reply", "alter_reassignments", b"alter_reassignments", "alter_reassignments_reply", b"alter_reassignments_reply", "body", b"body", "broker_heartbeat", b"broker_heartbeat", "broker_heartbeat_reply", b"broker_heartbeat_reply", "byte_offsets", b"byte_offsets", "byte_offsets_reply", b"byte_offsets_reply", "change_voters_reply", b"change_voters_reply", "commit_to_table", b"commit_to_table", "commit_to_table_reply", b"commit_to_table_reply", "confirm_clock", b"confirm_clock", "confirm_clock_reply", b"confirm_clock_reply", "create_partitions", b"create_partitions", "create_partitions_reply", b"create_partitions_reply", "create_topics", b"create_topics", "create_topics_reply", b"create_topics_reply", "delete_records", b"delete_records", "delete_records_reply", b"delete_records_reply", "delete_topics", b"delete_topics", "delete_topics_reply", b"delete_topics_reply", "describe_configs", b"describe_configs", "describe_configs_reply", b"describe_configs_reply", "describe_partitions", b"describe_partitions", "describe_partitions_reply", b"describe_partitions_reply", "describe_quorum", b"describe_quorum", "describe_quorum_reply", b"describe_quorum_reply", "describe_tier", b"describe_tier", "describe_tier_reply", b"describe_tier_reply", "elect_leaders", b"elect_leaders", "elect_leaders_reply", b"elect_leaders_reply", "error", b"error", "fetch", b"fetch", "fetch_metadata_log", b"fetch_metadata_log", "fetch_metadata_log_reply", b"fetch_metadata_log_reply", "fetch_reply", b"fetch_reply", "fetch_snapshot", b"fetch_snapshot", "fetch_snapshot_reply", b"fetch_snapshot_reply", "hello", b"hello", "hello_reply", b"hello_reply", "init_producer_id", b"init_producer_id", "init_producer_id_reply", b"init_producer_id_reply", "list_brokers", b"list_brokers", "list_brokers_reply", b"list_brokers_reply", "list_offsets", b"list_offsets", "list_offsets_reply", b"list_offsets_reply", "list_reassignments", b"list_reassignments", "list_reassignments_reply", b"list_reassignments_reply", "metadata", b"metadata", "metadata_reply", b"metadata_reply", "produce", b"produce", "produce_reply", b"produce_reply", "quorum_begin", b"quorum_begin", "quorum_end", b"quorum_end", "quorum_fetch", b"quorum_fetch", "quorum_fetch_reply", b"quorum_fetch_reply", "quorum_heard_reply", b"quorum_heard_reply", "quorum_vote", b"quorum_vote", "quorum_vote_reply", b"quorum_vote_reply", "register_broker", b"register_broker", "register_broker_reply", b"register_broker_reply", "remove_voter", b"remove_voter", "tier_claim", b"tier_claim", "tier_claim_reply", b"tier_claim_reply", "tier_confirm", b"tier_confirm", "tier_confirm_reply", b"tier_confirm_reply", "tier_fetch", b"tier_fetch", "tier_fetch_reply", b"tier_fetch_reply", "tier_offset_for_time", b"tier_offset_for_time", "tier_offset_for_time_reply", b"tier_offset_for_time_reply", "tier_partitions", b"tier_partitions", "tier_partitions_reply", b"tier_partitions_reply", "tier_progress", b"tier_progress", "tier_progress_reply", b"tier_progress_reply", "tier_purge", b"tier_purge", "tier_purge_reply", b"tier_purge_reply", "tier_purged", b"tier_purged", "tier_purged_reply", b"tier_purged_reply", "tier_rows", b"tier_rows", "tier_rows_reply", b"tier_rows_reply", "unregister_broker", b"unregister_broker", "unregister_broker_reply", b"unregister_broker_reply"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["add_voter", b"add_voter", "allocate_producer_ids", b"allocate_producer_ids", "allocate_producer_ids_reply", b"allocate_producer_ids_reply", "alter_configs", b"alter_configs", "alter_configs_reply", b"alter_configs_reply", "alter_partition", b"alter_partition", "alter_partition_reply", b"alter_partition_reply", "alter_reassignments", b"alter_reassignments", "alter_reassignments_reply", b"alter_reassignments_reply", "body", b"body", "broker_heartbeat", b"broker_heartbeat", "broker_heartbeat_reply", b"broker_heartbeat_reply", "byte_offsets", b"byte_offsets", "byte_offsets_reply", b"byte_offsets_reply", "change_voters_reply", b"change_voters_reply", "commit_to_table", b"commit_to_table", "commit_to_table_reply", b"commit_to_table_reply", "confirm_clock", b"confirm_clock", "confirm_clock_reply", b"confirm_clock_reply", "create_partitions", b"create_partitions", "create_partitions_reply", b"create_partitions_reply", "create_topics", b"create_topics", "create_topics_reply", b"create_topics_reply", "delete_records", b"delete_records", "delete_records_reply", b"delete_records_reply", "delete_topics", b"delete_topics", "delete_topics_reply", b"delete_topics_reply", "describe_cluster", b"describe_cluster", "describe_cluster_reply", b"describe_cluster_reply", "describe_configs", b"describe_configs", "describe_configs_reply", b"describe_configs_reply", "describe_partitions", b"describe_partitions", "describe_partitions_reply", b"describe_partitions_reply", "describe_quorum", b"describe_quorum", "describe_quorum_reply", b"describe_quorum_reply", "describe_tier", b"describe_tier", "describe_tier_reply", b"describe_tier_reply", "elect_leaders", b"elect_leaders", "elect_leaders_reply", b"elect_leaders_reply", "error", b"error", "fetch", b"fetch", "fetch_metadata_log", b"fetch_metadata_log", "fetch_metadata_log_reply", b"fetch_metadata_log_reply", "fetch_reply", b"fetch_reply", "fetch_snapshot", b"fetch_snapshot", "fetch_snapshot_reply", b"fetch_snapshot_reply", "hello", b"hello", "hello_reply", b"hello_reply", "init_producer_id", b"init_producer_id", "init_producer_id_reply", b"init_producer_id_reply", "list_brokers", b"list_brokers", "list_brokers_reply", b"list_brokers_reply", "list_offsets", b"list_offsets", "list_offsets_reply", b"list_offsets_reply", "list_reassignments", b"list_reassignments", "list_reassignments_reply", b"list_reassignments_reply", "metadata", b"metadata", "metadata_reply", b"metadata_reply", "produce", b"produce", "produce_reply", b"produce_reply", "quorum_begin", b"quorum_begin", "quorum_end", b"quorum_end", "quorum_fetch", b"quorum_fetch", "quorum_fetch_reply", b"quorum_fetch_reply", "quorum_heard_reply", b"quorum_heard_reply", "quorum_vote", b"quorum_vote", "quorum_vote_reply", b"quorum_vote_reply", "register_broker", b"register_broker", "register_broker_reply", b"register_broker_reply", "remove_voter", b"remove_voter", "tier_claim", b"tier_claim", "tier_claim_reply", b"tier_claim_reply", "tier_confirm", b"tier_confirm", "tier_confirm_reply", b"tier_confirm_reply", "tier_fetch", b"tier_fetch", "tier_fetch_reply", b"tier_fetch_reply", "tier_offset_for_time", b"tier_offset_for_time", "tier_offset_for_time_reply", b"tier_offset_for_time_reply", "tier_partitions", b"tier_partitions", "tier_partitions_reply", b"tier_partitions_reply", "tier_progress", b"tier_progress", "tier_progress_reply", b"tier_progress_reply", "tier_purge", b"tier_purge", "tier_purge_reply", b"tier_purge_reply", "tier_purged", b"tier_purged", "tier_purged_reply", b"tier_purged_reply", "tier_rows", b"tier_rows", "tier_rows_reply", b"tier_rows_reply", "unregister_broker", b"unregister_broker", "unregister_broker_reply", b"unregister_broker_reply", "upgrade_cluster", b"upgrade_cluster", "upgrade_cluster_reply", b"upgrade_cluster_reply"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["add_voter", b"add_voter", "allocate_producer_ids", b"allocate_producer_ids", "allocate_producer_ids_reply", b"allocate_producer_ids_reply", "alter_configs", b"alter_configs", "alter_configs_reply", b"alter_configs_reply", "alter_partition", b"alter_partition", "alter_partition_reply", b"alter_partition_reply", "alter_reassignments", b"alter_reassignments", "alter_reassignments_reply", b"alter_reassignments_reply", "body", b"body", "broker_heartbeat", b"broker_heartbeat", "broker_heartbeat_reply", b"broker_heartbeat_reply", "byte_offsets", b"byte_offsets", "byte_offsets_reply", b"byte_offsets_reply", "change_voters_reply", b"change_voters_reply", "commit_to_table", b"commit_to_table", "commit_to_table_reply", b"commit_to_table_reply", "confirm_clock", b"confirm_clock", "confirm_clock_reply", b"confirm_clock_reply", "correlation_id", b"correlation_id", "create_partitions", b"create_partitions", "create_partitions_reply", b"create_partitions_reply", "create_topics", b"create_topics", "create_topics_reply", b"create_topics_reply", "delete_records", b"delete_records", "delete_records_reply", b"delete_records_reply", "delete_topics", b"delete_topics", "delete_topics_reply", b"delete_topics_reply", "describe_configs", b"describe_configs", "describe_configs_reply", b"describe_configs_reply", "describe_partitions", b"describe_partitions", "describe_partitions_reply", b"describe_partitions_reply", "describe_quorum", b"describe_quorum", "describe_quorum_reply", b"describe_quorum_reply", "describe_tier", b"describe_tier", "describe_tier_reply", b"describe_tier_reply", "elect_leaders", b"elect_leaders", "elect_leaders_reply", b"elect_leaders_reply", "error", b"error", "fetch", b"fetch", "fetch_metadata_log", b"fetch_metadata_log", "fetch_metadata_log_reply", b"fetch_metadata_log_reply", "fetch_reply", b"fetch_reply", "fetch_snapshot", b"fetch_snapshot", "fetch_snapshot_reply", b"fetch_snapshot_reply", "hello", b"hello", "hello_reply", b"hello_reply", "init_producer_id", b"init_producer_id", "init_producer_id_reply", b"init_producer_id_reply", "list_brokers", b"list_brokers", "list_brokers_reply", b"list_brokers_reply", "list_offsets", b"list_offsets", "list_offsets_reply", b"list_offsets_reply", "list_reassignments", b"list_reassignments", "list_reassignments_reply", b"list_reassignments_reply", "metadata", b"metadata", "metadata_reply", b"metadata_reply", "produce", b"produce", "produce_reply", b"produce_reply", "quorum_begin", b"quorum_begin", "quorum_end", b"quorum_end", "quorum_fetch", b"quorum_fetch", "quorum_fetch_reply", b"quorum_fetch_reply", "quorum_heard_reply", b"quorum_heard_reply", "quorum_vote", b"quorum_vote", "quorum_vote_reply", b"quorum_vote_reply", "register_broker", b"register_broker", "register_broker_reply", b"register_broker_reply", "remove_voter", b"remove_voter", "tier_claim", b"tier_claim", "tier_claim_reply", b"tier_claim_reply", "tier_confirm", b"tier_confirm", "tier_confirm_reply", b"tier_confirm_reply", "tier_fetch", b"tier_fetch", "tier_fetch_reply", b"tier_fetch_reply", "tier_offset_for_time", b"tier_offset_for_time", "tier_offset_for_time_reply", b"tier_offset_for_time_reply", "tier_partitions", b"tier_partitions", "tier_partitions_reply", b"tier_partitions_reply", "tier_progress", b"tier_progress", "tier_progress_reply", b"tier_progress_reply", "tier_purge", b"tier_purge", "tier_purge_reply", b"tier_purge_reply", "tier_purged", b"tier_purged", "tier_purged_reply", b"tier_purged_reply", "tier_rows", b"tier_rows", "tier_rows_reply", b"tier_rows_reply", "timeout_ms", b"timeout_ms", "unregister_broker", b"unregister_broker", "unregister_broker_reply", b"unregister_broker_reply"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["add_voter", b"add_voter", "allocate_producer_ids", b"allocate_producer_ids", "allocate_producer_ids_reply", b"allocate_producer_ids_reply", "alter_configs", b"alter_configs", "alter_configs_reply", b"alter_configs_reply", "alter_partition", b"alter_partition", "alter_partition_reply", b"alter_partition_reply", "alter_reassignments", b"alter_reassignments", "alter_reassignments_reply", b"alter_reassignments_reply", "body", b"body", "broker_heartbeat", b"broker_heartbeat", "broker_heartbeat_reply", b"broker_heartbeat_reply", "byte_offsets", b"byte_offsets", "byte_offsets_reply", b"byte_offsets_reply", "change_voters_reply", b"change_voters_reply", "commit_to_table", b"commit_to_table", "commit_to_table_reply", b"commit_to_table_reply", "confirm_clock", b"confirm_clock", "confirm_clock_reply", b"confirm_clock_reply", "correlation_id", b"correlation_id", "create_partitions", b"create_partitions", "create_partitions_reply", b"create_partitions_reply", "create_topics", b"create_topics", "create_topics_reply", b"create_topics_reply", "delete_records", b"delete_records", "delete_records_reply", b"delete_records_reply", "delete_topics", b"delete_topics", "delete_topics_reply", b"delete_topics_reply", "describe_cluster", b"describe_cluster", "describe_cluster_reply", b"describe_cluster_reply", "describe_configs", b"describe_configs", "describe_configs_reply", b"describe_configs_reply", "describe_partitions", b"describe_partitions", "describe_partitions_reply", b"describe_partitions_reply", "describe_quorum", b"describe_quorum", "describe_quorum_reply", b"describe_quorum_reply", "describe_tier", b"describe_tier", "describe_tier_reply", b"describe_tier_reply", "elect_leaders", b"elect_leaders", "elect_leaders_reply", b"elect_leaders_reply", "error", b"error", "fetch", b"fetch", "fetch_metadata_log", b"fetch_metadata_log", "fetch_metadata_log_reply", b"fetch_metadata_log_reply", "fetch_reply", b"fetch_reply", "fetch_snapshot", b"fetch_snapshot", "fetch_snapshot_reply", b"fetch_snapshot_reply", "hello", b"hello", "hello_reply", b"hello_reply", "init_producer_id", b"init_producer_id", "init_producer_id_reply", b"init_producer_id_reply", "list_brokers", b"list_brokers", "list_brokers_reply", b"list_brokers_reply", "list_offsets", b"list_offsets", "list_offsets_reply", b"list_offsets_reply", "list_reassignments", b"list_reassignments", "list_reassignments_reply", b"list_reassignments_reply", "metadata", b"metadata", "metadata_reply", b"metadata_reply", "produce", b"produce", "produce_reply", b"produce_reply", "quorum_begin", b"quorum_begin", "quorum_end", b"quorum_end", "quorum_fetch", b"quorum_fetch", "quorum_fetch_reply", b"quorum_fetch_reply", "quorum_heard_reply", b"quorum_heard_reply", "quorum_vote", b"quorum_vote", "quorum_vote_reply", b"quorum_vote_reply", "register_broker", b"register_broker", "register_broker_reply", b"register_broker_reply", "remove_voter", b"remove_voter", "tier_claim", b"tier_claim", "tier_claim_reply", b"tier_claim_reply", "tier_confirm", b"tier_confirm", "tier_confirm_reply", b"tier_confirm_reply", "tier_fetch", b"tier_fetch", "tier_fetch_reply", b"tier_fetch_reply", "tier_offset_for_time", b"tier_offset_for_time", "tier_offset_for_time_reply", b"tier_offset_for_time_reply", "tier_partitions", b"tier_partitions", "tier_partitions_reply", b"tier_partitions_reply", "tier_progress", b"tier_progress", "tier_progress_reply", b"tier_progress_reply", "tier_purge", b"tier_purge", "tier_purge_reply", b"tier_purge_reply", "tier_purged", b"tier_purged", "tier_purged_reply", b"tier_purged_reply", "tier_rows", b"tier_rows", "tier_rows_reply", b"tier_rows_reply", "timeout_ms", b"timeout_ms", "unregister_broker", b"unregister_broker", "unregister_broker_reply", b"unregister_broker_reply", "upgrade_cluster", b"upgrade_cluster", "upgrade_cluster_reply", b"upgrade_cluster_reply"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "hello_reply", "metadata", "metadata_reply", "create_topics", "create_topics_reply", "delete_topics", "delete_topics_reply", "create_partitions", "create_partitions_reply", "describe_configs", "describe_configs_reply", "alter_configs", "alter_configs_reply", "list_offsets", "list_offsets_reply", "delete_records", "delete_records_reply", "init_producer_id", "init_producer_id_reply", "describe_partitions", "describe_partitions_reply", "describe_tier", "describe_tier_reply", "byte_offsets", "byte_offsets_reply", "produce", "produce_reply", "fetch", "fetch_reply", "register_broker", "register_broker_reply", "broker_heartbeat", "broker_heartbeat_reply", "fetch_metadata_log", "fetch_metadata_log_reply", "allocate_producer_ids", "allocate_producer_ids_reply", "alter_partition", "alter_partition_reply", "tier_purged", "tier_purged_reply", "quorum_vote", "quorum_vote_reply", "quorum_begin", "quorum_end", "quorum_heard_reply", "quorum_fetch", "quorum_fetch_reply", "describe_quorum", "describe_quorum_reply", "add_voter", "remove_voter", "change_voters_reply", "fetch_snapshot", "fetch_snapshot_reply", "alter_reassignments", "alter_reassignments_reply", "list_reassignments", "list_reassignments_reply", "elect_leaders", "elect_leaders_reply", "unregister_broker", "unregister_broker_reply", "list_brokers", "list_brokers_reply", "confirm_clock", "confirm_clock_reply", "tier_partitions", "tier_partitions_reply", "tier_progress", "tier_progress_reply", "tier_fetch", "tier_fetch_reply", "tier_offset_for_time", "tier_offset_for_time_reply", "tier_claim", "tier_claim_reply", "commit_to_table", "commit_to_table_reply", "tier_confirm", "tier_confirm_reply", "tier_purge", "tier_purge_reply", "tier_rows", "tier_rows_reply"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "hello_reply", "metadata", "metadata_reply", "create_topics", "create_topics_reply", "delete_topics", "delete_topics_reply", "create_partitions", "create_partitions_reply", "describe_configs", "describe_configs_reply", "alter_configs", "alter_configs_reply", "list_offsets", "list_offsets_reply", "delete_records", "delete_records_reply", "init_producer_id", "init_producer_id_reply", "describe_partitions", "describe_partitions_reply", "describe_tier", "describe_tier_reply", "byte_offsets", "byte_offsets_reply", "produce", "produce_reply", "fetch", "fetch_reply", "register_broker", "register_broker_reply", "broker_heartbeat", "broker_heartbeat_reply", "fetch_metadata_log", "fetch_metadata_log_reply", "allocate_producer_ids", "allocate_producer_ids_reply", "alter_partition", "alter_partition_reply", "tier_purged", "tier_purged_reply", "quorum_vote", "quorum_vote_reply", "quorum_begin", "quorum_end", "quorum_heard_reply", "quorum_fetch", "quorum_fetch_reply", "describe_quorum", "describe_quorum_reply", "add_voter", "remove_voter", "change_voters_reply", "fetch_snapshot", "fetch_snapshot_reply", "alter_reassignments", "alter_reassignments_reply", "list_reassignments", "list_reassignments_reply", "elect_leaders", "elect_leaders_reply", "unregister_broker", "unregister_broker_reply", "list_brokers", "list_brokers_reply", "confirm_clock", "confirm_clock_reply", "describe_cluster", "describe_cluster_reply", "upgrade_cluster", "upgrade_cluster_reply", "tier_partitions", "tier_partitions_reply", "tier_progress", "tier_progress_reply", "tier_fetch", "tier_fetch_reply", "tier_offset_for_time", "tier_offset_for_time_reply", "tier_claim", "tier_claim_reply", "commit_to_table", "commit_to_table_reply", "tier_confirm", "tier_confirm_reply", "tier_purge", "tier_purge_reply", "tier_rows", "tier_rows_reply"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -2474,6 +2490,7 @@ class RegisterBrokerRequest(_message.Message):
     DIRECTORY_IDS_FIELD_NUMBER: _builtins.int
     CLEAN_SHUTDOWN_FIELD_NUMBER: _builtins.int
     LOG_TIME_MS_FIELD_NUMBER: _builtins.int
+    FORMAT_LEVEL_FIELD_NUMBER: _builtins.int
     broker_id: _builtins.int
     cluster_id: _builtins.str
     incarnation_id: _builtins.str
@@ -2483,6 +2500,8 @@ class RegisterBrokerRequest(_message.Message):
     boot_id: _builtins.str
     clean_shutdown: _builtins.bool
     log_time_ms: _builtins.int
+    format_level: _builtins.int
+    """the level of pk.format that the broker knows; absent = 1 (Q6)"""
     @_builtins.property
     def directory_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -2498,10 +2517,11 @@ class RegisterBrokerRequest(_message.Message):
         directory_ids: _abc.Iterable[_builtins.str] | None = ...,
         clean_shutdown: _builtins.bool = ...,
         log_time_ms: _builtins.int = ...,
+        format_level: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "boot_id", b"boot_id", "broker_id", b"broker_id", "clean_shutdown", b"clean_shutdown", "cluster_id", b"cluster_id", "directory_ids", b"directory_ids", "incarnation_id", b"incarnation_id", "log_time_ms", b"log_time_ms", "previous_broker_epoch", b"previous_broker_epoch", "rack", b"rack"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "boot_id", b"boot_id", "broker_id", b"broker_id", "clean_shutdown", b"clean_shutdown", "cluster_id", b"cluster_id", "directory_ids", b"directory_ids", "format_level", b"format_level", "incarnation_id", b"incarnation_id", "log_time_ms", b"log_time_ms", "previous_broker_epoch", b"previous_broker_epoch", "rack", b"rack"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3223,11 +3243,14 @@ class QuorumFetchRequest(_message.Message):
     HIGH_WATERMARK_FIELD_NUMBER: _builtins.int
     NUMBER_FIELD_NUMBER: _builtins.int
     CLOCK_FIELD_NUMBER: _builtins.int
+    FORMAT_LEVEL_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     offset: _builtins.int
     last_epoch: _builtins.int
     high_watermark: _builtins.int
     number: _builtins.int
+    format_level: _builtins.int
+    """the level of pk.format that the sender knows; absent = 1 (Q6)"""
     @_builtins.property
     def sender(self) -> Global___QuorumVoter: ...
     @_builtins.property
@@ -3242,10 +3265,11 @@ class QuorumFetchRequest(_message.Message):
         high_watermark: _builtins.int = ...,
         number: _builtins.int = ...,
         clock: Global___ClockReading | None = ...,
+        format_level: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["clock", b"clock", "sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock", b"clock", "epoch", b"epoch", "high_watermark", b"high_watermark", "last_epoch", b"last_epoch", "number", b"number", "offset", b"offset", "sender", b"sender"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock", b"clock", "epoch", b"epoch", "format_level", b"format_level", "high_watermark", b"high_watermark", "last_epoch", b"last_epoch", "number", b"number", "offset", b"offset", "sender", b"sender"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3881,6 +3905,135 @@ class ListBrokersReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListBrokersReply: _TypeAlias = ListBrokersReply  # noqa: Y015
+
+@_typing.final
+class NodeLevel(_message.Message):
+    """Levels of pk.format (Q6).  level: that the node knows; 0 = not known, a voter that has not fetched in this term."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    LEVEL_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.int
+    role: _builtins.str
+    address: _builtins.str
+    level: _builtins.int
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.int = ...,
+        role: _builtins.str = ...,
+        address: _builtins.str = ...,
+        level: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "level", b"level", "node_id", b"node_id", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NodeLevel: _TypeAlias = NodeLevel  # noqa: Y015
+
+@_typing.final
+class DescribeClusterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeClusterRequest: _TypeAlias = DescribeClusterRequest  # noqa: Y015
+
+@_typing.final
+class DescribeClusterReply(_message.Message):
+    """level: of the cluster.  known: the highest that the active controller knows."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLUSTER_ID_FIELD_NUMBER: _builtins.int
+    CONTROLLER_ID_FIELD_NUMBER: _builtins.int
+    LEVEL_FIELD_NUMBER: _builtins.int
+    KNOWN_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
+    METADATA_OFFSET_FIELD_NUMBER: _builtins.int
+    cluster_id: _builtins.str
+    controller_id: _builtins.int
+    level: _builtins.int
+    known: _builtins.int
+    metadata_offset: _builtins.int
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeLevel]: ...
+    def __init__(
+        self,
+        *,
+        cluster_id: _builtins.str = ...,
+        controller_id: _builtins.int = ...,
+        level: _builtins.int = ...,
+        known: _builtins.int = ...,
+        nodes: _abc.Iterable[Global___NodeLevel] | None = ...,
+        metadata_offset: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster_id", b"cluster_id", "controller_id", b"controller_id", "known", b"known", "level", b"level", "metadata_offset", b"metadata_offset", "nodes", b"nodes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeClusterReply: _TypeAlias = DescribeClusterReply  # noqa: Y015
+
+@_typing.final
+class UpgradeClusterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TO_FIELD_NUMBER: _builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
+    to: _builtins.int
+    validate_only: _builtins.bool
+    def __init__(
+        self,
+        *,
+        to: _builtins.int = ...,
+        validate_only: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["to", b"to", "validate_only", b"validate_only"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpgradeClusterRequest: _TypeAlias = UpgradeClusterRequest  # noqa: Y015
+
+@_typing.final
+class UpgradeClusterReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BEFORE_FIELD_NUMBER: _builtins.int
+    LEVEL_FIELD_NUMBER: _builtins.int
+    METADATA_OFFSET_FIELD_NUMBER: _builtins.int
+    before: _builtins.int
+    level: _builtins.int
+    metadata_offset: _builtins.int
+    def __init__(
+        self,
+        *,
+        before: _builtins.int = ...,
+        level: _builtins.int = ...,
+        metadata_offset: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before", b"before", "level", b"level", "metadata_offset", b"metadata_offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpgradeClusterReply: _TypeAlias = UpgradeClusterReply  # noqa: Y015
 
 @_typing.final
 class ConfirmClockRequest(_message.Message):
@@ -4764,6 +4917,7 @@ class RegisterBrokerRecord(_message.Message):
     FENCED_FIELD_NUMBER: _builtins.int
     IN_CONTROLLED_SHUTDOWN_FIELD_NUMBER: _builtins.int
     CLEAN_FIELD_NUMBER: _builtins.int
+    FORMAT_LEVEL_FIELD_NUMBER: _builtins.int
     broker_id: _builtins.int
     broker_epoch: _builtins.int
     incarnation_id: _builtins.str
@@ -4773,6 +4927,8 @@ class RegisterBrokerRecord(_message.Message):
     fenced: _builtins.bool
     in_controlled_shutdown: _builtins.bool
     clean: _builtins.bool
+    format_level: _builtins.int
+    """the level of pk.format that the broker knows; absent = 1 (Q6)"""
     @_builtins.property
     def directory_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -4788,10 +4944,11 @@ class RegisterBrokerRecord(_message.Message):
         fenced: _builtins.bool = ...,
         in_controlled_shutdown: _builtins.bool = ...,
         clean: _builtins.bool = ...,
+        format_level: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "boot_id", b"boot_id", "broker_epoch", b"broker_epoch", "broker_id", b"broker_id", "clean", b"clean", "directory_ids", b"directory_ids", "fenced", b"fenced", "in_controlled_shutdown", b"in_controlled_shutdown", "incarnation_id", b"incarnation_id", "rack", b"rack"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "boot_id", b"boot_id", "broker_epoch", b"broker_epoch", "broker_id", b"broker_id", "clean", b"clean", "directory_ids", b"directory_ids", "fenced", b"fenced", "format_level", b"format_level", "in_controlled_shutdown", b"in_controlled_shutdown", "incarnation_id", b"incarnation_id", "rack", b"rack"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

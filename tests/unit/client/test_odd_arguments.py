@@ -117,6 +117,8 @@ GOOD: dict[type, dict[str, dict[str, Any]]] = {
         "unregister_broker": {"broker_id": 2, **TIMED},
         "list_brokers": TIMED,
         "confirm_clock": {"broker_id": 1, **TIMED},
+        "describe_cluster": TIMED,
+        "upgrade_cluster": {"to": 2, "validate_only": True, **TIMED},
         "describe_tier": {"topic": "t", **TIMED},
         "repair_tier": {"topic": "t", **TIMED},
         "accept_tier": {"topic": "t", **TIMED},
