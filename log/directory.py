@@ -184,9 +184,12 @@ class Directory:
             self.written[name] = content
 
 
-def open_directory(disk: Disk, wanted: Format, *, boot_id: str, root: str) -> Directory:
+def open_directory(
+    disk: Disk, wanted: Format, *, boot_id: str, root: str, level: int = formats.LEVEL
+) -> Directory:
     """In the write lane: lock the directory and identify it; format it as `wanted` if it is empty.
 
+    `level`: of `pk.format`, the highest that this node knows.
     `wanted.cluster_id` "" = the cluster that the directory names.  `root`: path of the partition
     directories.  Raises `DirectoryLocked`, `DirectoryOfAnotherCluster`, `DirectoryOfAnotherBuild`
     or `NewerFormat`, and then leaves the directory unlocked.
@@ -194,7 +197,7 @@ def open_directory(disk: Disk, wanted: Format, *, boot_id: str, root: str) -> Di
     storage = disk.storage
     storage.lock()
     try:
-        found = read_format(storage)
+        found = read_format(storage, level)
         fresh = found is None
         if found is None:
             assert wanted.cluster_id, "a directory is formatted for a cluster"
@@ -252,7 +255,7 @@ class ProcessRun(NamedTuple):
     broker_epoch: int = NONE
 
 
-def read_format(storage: Storage) -> Format | None:
+def read_format(storage: Storage, level: int = formats.LEVEL) -> Format | None:
     """Read pk.json; None = the directory is not formatted.  Raises `CorruptLog` if the checksum
     does not match, and `NewerFormat`.
 
@@ -266,9 +269,10 @@ def read_format(storage: Storage) -> Format | None:
     try:
         found = _unsealed(raw) or sealed.decode(raw)
         version = sealed.field(found, "format", int)
-        if version > FORMAT:
+        known = max(FORMAT, formats.number_of(level))
+        if version > known:
             raise errors.NewerFormat(
-                f"{storage.root} has format {version}, this pk knows {FORMAT}: use a newer pk",
+                f"{storage.root} has format {version}, this pk knows {known}: use a newer pk",
                 directory=storage.root,
             )
         layout = sealed.field({"layout": "", **found}, "layout", str)
@@ -316,6 +320,17 @@ def format_directory(storage: Storage, wanted: Format) -> None:
             directory=storage.root,
         )
     storage.replace_file(FORMAT_FILE, sealed.encode(wanted._asdict()))
+
+
+def raise_format(storage: Storage, level: int) -> None:
+    """Raise the number in pk.json to that of `level`, SYNCED (rule Q6).  Other fields stay, those
+    of other builds included.
+    """
+    known = sealed.decode(storage.read_file(FORMAT_FILE))
+    if known["format"] < formats.number_of(level):
+        storage.replace_file(
+            FORMAT_FILE, sealed.encode({**known, "format": formats.number_of(level)})
+        )
 
 
 def require_no_data(storage: Storage) -> None:

@@ -23,11 +23,12 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import NamedTuple
 
 from pk import errors
 from pk.log import checkpoints, sealed
-from pk.log.storage import File, Storage
+from pk.log.storage import Disk, File, Storage
 from pk.types import NONE, Offset, PartitionKey, TopicPartition
 
 PARTITION_FILE = "partition.json"
@@ -105,6 +106,24 @@ def read_or_restore(storage: Storage, path: str, second: Known | None) -> Identi
         return None
     storage.replace_file(f"{path}/{PARTITION_FILE}", encode(second.identity))
     return second.identity
+
+
+async def identify(disk: Disk, path: str, second: Known | None) -> tuple[Identity | None, str]:
+    """Return the identity of a directory, and why it was restored from `second`; '' = it was not
+    (rule L15).  Raises `LogUnidentified`.
+    """
+    storage = disk.storage
+    try:
+        found = await disk.read(partial(read, storage, path))
+        if found is not None or second is None:
+            return found, ""
+        why = "it was missing"
+    except errors.LogUnidentified as damage:
+        if second is None:
+            raise unidentified(storage, path, damage.message) from damage
+        why = damage.message
+    found = await disk.write(partial(read_or_restore, storage, path, second))
+    return found, why if found is not None else ""
 
 
 def begin(storage: Storage, path: str, identity: Identity) -> File:

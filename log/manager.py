@@ -69,6 +69,7 @@ class LogManager:
         producer_id_expiration_ms: int = 86_400_000,
         root: str = "topics",
         index_cache_bytes: int = 64 * 1024 * 1024,
+        level: int = formats.LEVEL,
     ) -> None:
         """Make a manager of closed directories; `open` opens them.  `cluster_id` "" = the cluster
         that the format file names.  `root`: the path of the partition directories.
@@ -78,7 +79,7 @@ class LogManager:
         self._checkpoints = Checkpointer(
             self.directories, self._logs, disks, producer_id_expiration_ms
         )
-        self.cluster_id = cluster_id
+        self.cluster_id, self.level = cluster_id, level
         self._disks = disks
         self._node_id = node_id
         self._build = build
@@ -125,7 +126,9 @@ class LogManager:
         wanted = Format(
             files.FORMAT, self._build, self.cluster_id, self._node_id, self._world.new_id()
         )
-        opened = files.open_directory(disk, wanted, boot_id=self._boot_id, root=self._root)
+        opened = files.open_directory(
+            disk, wanted, boot_id=self._boot_id, root=self._root, level=self.level
+        )
         self.cluster_id = opened.cluster_id
         return opened
 
@@ -203,7 +206,9 @@ class LogManager:
         second = directory.identities.get(name)
         key = PartitionKey(name, NONE) if second is None else second.identity.key
         try:
-            found = await self._identify(directory, path, second)
+            found, why = await identity.identify(directory.disk, path, second)
+            if why:
+                self.restored[f"{storage.root}/{path}"] = why
             if found is None:
                 await directory.disk.write(partial(creation.sweep, storage, path))
                 return None
@@ -230,25 +235,6 @@ class LogManager:
         self._logs[key] = (log, directory)
         self._opened_here(directory, found)
         return None
-
-    async def _identify(
-        self, directory: Directory, path: str, second: Known | None
-    ) -> Identity | None:
-        """Return the identity of a directory, restored if necessary (rule L15)."""
-        storage, disk = directory.disk.storage, directory.disk
-        try:
-            found = await disk.read(partial(identity.read, storage, path))
-            if found is not None or second is None:
-                return found
-            why = "it was missing"
-        except errors.LogUnidentified as damage:
-            if second is None:
-                raise identity.unidentified(storage, path, damage.message) from damage
-            why = damage.message
-        found = await disk.write(partial(identity.read_or_restore, storage, path, second))
-        if found is not None:
-            self.restored[f"{storage.root}/{path}"] = why
-        return found
 
     def _opened_here(self, directory: Directory, found: Identity) -> None:
         """Register the log in this directory's second copy and remove it from all others."""

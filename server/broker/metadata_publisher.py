@@ -32,10 +32,12 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+from functools import partial
 from typing import Any, Protocol
 
 from pk import errors
 from pk.backoff import Backoff, equal_jitter
+from pk.log.directory import raise_format
 from pk.log.plan import LogConfig
 from pk.server.broker.lifecycle import BrokerLifecycleManager
 from pk.server.broker.snapshot_loader import load_image
@@ -153,6 +155,7 @@ class MetadataPublisher:
         self._creator = ReplicaCreator(core, self)
         self._loaded = False
         self._unknown_settings: list[str] = []
+        self._raised = 1  #: the level that every pk.json allows
         self._tasks = TaskRegistry()
 
     # -- what others ask -------------------------------------------------------------------------
@@ -221,6 +224,7 @@ class MetadataPublisher:
     async def load(self) -> None:
         """Open the logs of every partition the image gives this broker (M3)."""
         self._report_unknown_settings()
+        await self._raise_format()
         await self._creator.load()
         self._loaded = True
         changes = _Changes()
@@ -302,6 +306,7 @@ class MetadataPublisher:
                 topic = self.image.topics.get(record.remove_topic.topic_id)
                 if topic is not None:
                     changes.topics[topic.name] = None
+            records.level_in(record, self._core.manager.level)  # Q6: refuses unknown levels
             self.image.apply(offset, record)
             changes.note(record, self._core.node_id)
             self.next_offset = offset + 1
@@ -311,9 +316,28 @@ class MetadataPublisher:
 
     # -- reaction --------------------------------------------------------------------------------
 
+    async def _raise_format(self) -> None:
+        """Raise the number in each pk.json, SYNCED, before anything of the level is written (rule
+        Q6).  On a full disk this waits for space.
+        """
+        level = self.image.format_level
+        for directory in self._core.manager.directories if level > self._raised else ():
+            while directory.failed is None:
+                storage = directory.disk.storage
+                try:
+                    await directory.disk.write(partial(raise_format, storage, level))
+                    break
+                except errors.StorageFull as full:
+                    self._core.warn("format_waits_for_room", directory=storage.root, why=str(full))
+                    await self._core.clock.sleep_ms(BACKOFF_MS[1])
+                except errors.StorageFailed:
+                    break  # offline until the next start, which raises it
+        self._raised = level
+
     async def _react(self, changes: _Changes) -> None:
         if not self._loaded:
             return
+        await self._raise_format()
         upto = self.next_offset - 1
         for topic_id, record in changes.removed.items():
             await self._remove(topic_id, record)

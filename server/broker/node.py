@@ -81,6 +81,7 @@ class BrokerNode:
             world=world,
             boot_id=boot_id,
             producer_id_expiration_ms=run.server["producer_id_expiration_ms"],
+            level=run.format_level,
         )
         self.core = BrokerCore(
             world,

@@ -12,6 +12,7 @@ from typing import Any
 from pk import errors
 from pk.server.metadata import snapshot
 from pk.server.metadata.image import MetadataImage
+from pk.server.metadata.records import level_in
 from pk.server.raft.snapshot_files import PIECE_BYTES, SNAPSHOT_BYTES_MAX
 from pk.server.raft.snapshot_framing import check
 from pk.server.raft.snapshot_id import SnapshotId, id_of
@@ -37,6 +38,7 @@ async def load_image(core: BrokerContext, name: str, next_offset: int) -> Metada
     image = MetadataImage()
     for rows in snapshot.batches_of(raw):
         for offset, record in rows:
+            level_in(record, core.manager.level)  # Q6: refuses unknown levels
             image.apply(offset, record)
         await core.clock.sleep_ms(0)
     return image

@@ -105,7 +105,7 @@ class ControllerNode:
         self.metadata = RaftLog(
             world,
             disk,
-            MetadataRecordSerde(),
+            MetadataRecordSerde(run.format_level),
             SnapshotGenerator,
             me=Voter(run.node_id, run.metadata_directory_id or run.directory_ids[0]),
             address=run.voters.get(run.node_id, self._address),

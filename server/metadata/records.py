@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from google.protobuf.message import DecodeError, Message
 
-from pk import errors, limits
+from pk import errors, formats, limits
 from pk.log import batch as batches
 from pk.log import columns
 from pk.log.storage import Buffer
@@ -63,6 +63,22 @@ def decode_record(value: bytes | None) -> MetadataRecord:
             " wrote it. Nothing here was changed"
         )
     return record
+
+
+def level_in(record: MetadataRecord, known: int) -> int:
+    """Return the level of `pk.format` that the record sets; 0 = it sets none (rule Q6).
+
+    Raises `NewerFormat` for a level above `known`, and for a feature that is not known.
+    """
+    if record.WhichOneof("record") != "feature_level":
+        return 0
+    name, level = record.feature_level.name, record.feature_level.level
+    if name != formats.FEATURE or level > known:
+        raise errors.NewerFormat(
+            f"the metadata log has level {level} of {name}, this pk knows {known} of "
+            f"{formats.FEATURE}: use a newer pk. Nothing here was changed"
+        )
+    return level
 
 
 def encode_batch(records: Sequence[MetadataRecord], now_ms: int) -> bytes:

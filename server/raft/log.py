@@ -18,7 +18,7 @@ Invariants
       Meanwhile nothing else writes to the log (raft/machine U6).
   W7  A log with records and without a vote is opened only if this node is its only voter and the
       settings name none.  Otherwise another node could have its vote (rule Q5).
-(the others: raft/log_writer W4 to W6)
+(the others: raft/log_writer W4 to W6, W8)
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from pk.server.raft.snapshot_files import SnapshotFiles
 from pk.server.raft.snapshot_generator import MakeGenerator
 from pk.server.raft.snapshot_id import SnapshotId
 from pk.server.raft.timing import Timing
-from pk.server.raft.voters import Voters
+from pk.server.raft.voters import Voters, level_of
 from pk.server.runtime.machine_host import MachineHost
 from pk.server.runtime.timers import Timers
 from pk.tasks import TaskRegistry
@@ -131,6 +131,7 @@ class RaftLog(Generic[R]):
         )  # fmt: skip
         self._tasks = TaskRegistry()
         self._serde = serde
+        self._format_level = format_level
         self._make_generator = make_generator
         self._log: PartitionLog | None = None
         self._reader: LogReader[R] | None = None
@@ -150,7 +151,9 @@ class RaftLog(Generic[R]):
         """
         await self._disk.prepare()
         opened = await self._disk.write(
-            partial(recover, self._disk.storage, self._rules, self._clock.wall_ms())
+            partial(
+                recover, self._disk.storage, self._rules, self._clock.wall_ms(), self._format_level
+            )
         )
         log = self._log = opened.log
         self._files.kept = opened.kept
@@ -371,6 +374,7 @@ class RaftLog(Generic[R]):
     async def _install(self, loaded: SnapshotId, raw: bytes) -> None:
         """Replace the log by an empty one that begins at the end of snapshot `loaded`."""
         log = self._open_log
+        await self._writer.raise_level(level_of(self._serde, raw))
         await self._files.begin_load(loaded)
         self._fetcher.done()
         async with self._writer.lock:

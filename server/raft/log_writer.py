@@ -7,6 +7,9 @@ Invariants
   W4  The log is shortened, and snapshots are replaced, under the lock of the writes.
   W5  `quorum-state` never notes a synced end beyond the end of the log.  Records that a truncation
       removed must not be taken for damage at the next start.
+  W8  `quorum-state` notes a level of formats, SYNCED, before the first byte of that level is
+      written to the log or to a snapshot, the record that sets the level included (rule Q6).  So an
+      older build refuses the directory.
   W6  The synced end is noted soon, not only with the next vote, because damage above it is taken
       for a torn tail when the log is opened (raft/recovery O2).
 """
@@ -18,10 +21,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Generic, TypeVar
 
-from pk import errors
+from pk import errors, formats
 from pk.clock import Clock
 from pk.log import batch as batches
 from pk.log.partition_log import PartitionLog
+from pk.log.plan import WritePlan
 from pk.server.raft import recovery
 from pk.server.raft.messages import FetchReply, Vote
 from pk.server.raft.record_serde import RecordSerde
@@ -57,6 +61,7 @@ class LogWriter(Generic[R]):
         self._voters = voters
         self._vote = vote  #: as it is saved
         self._noted = 0  #: the synced end that is saved beside it
+        self._level = 0  #: the level of formats that is saved beside it (W8)
         self._synced = synced
         self._foreign: list[tuple[int, R]] = []  #: records that the quorum appended, for the term
         self._writes = TaskRegistry(awaited)
@@ -77,9 +82,19 @@ class LogWriter(Generic[R]):
                 await self._disk.write(lambda: self._save(self._vote))
 
     def _save(self, vote: Vote) -> None:
-        synced_end = self.log.flush()
-        self._disk.storage.replace_file(QUORUM_STATE, state_bytes(vote, synced_end))
-        self._vote, self._noted = vote, synced_end
+        synced_end, level = self.log.flush(), self._voters.level
+        self._disk.storage.replace_file(QUORUM_STATE, state_bytes(vote, synced_end, level))
+        self._vote, self._noted, self._level = vote, synced_end, level
+
+    async def raise_level(self, level: int) -> None:
+        """Note the level of a snapshot that is about to be loaded (W8).  Raises `StorageFull`."""
+        self._voters.level = max(self._voters.level, level)
+        async with self.lock:
+            await self._disk.write(self._raise_level)
+
+    def _raise_level(self) -> None:
+        if formats.number_of(self._voters.level) > formats.number_of(self._level):
+            self._save(self._vote)
 
     # -- records -----------------------------------------------------------------------------------
 
@@ -116,8 +131,8 @@ class LogWriter(Generic[R]):
                 if header.leader_epoch > reply.epoch:
                     break  # the leader read it after its epoch ended
                 batches.check(view)
+                self._voters.find(view, header.base_offset)  # first: it refuses unknown levels
                 log.append_as_follower(header, view, now_ms=now_ms)
-                self._voters.find(view, header.base_offset)
             await self.write_out(job)
         except (errors.CorruptBatch, errors.FencedLeaderEpoch, errors.StorageFull):
             await self.undo(0)
@@ -144,7 +159,7 @@ class LogWriter(Generic[R]):
                 return
             failure: Exception | None = None
             try:
-                await self._disk.write(lambda: log.perform(plan))
+                await self._disk.write(partial(self._perform, plan))
             except Exception as cause:
                 failure = cause
             done = log.complete(plan, failure)
@@ -153,6 +168,10 @@ class LogWriter(Generic[R]):
             self._voters.forget(log.log_end)
             raise done.error
         self._synced(job)
+
+    def _perform(self, plan: WritePlan) -> None:
+        self._raise_level()  # W8
+        self.log.perform(plan)
 
     async def undo(self, job: int) -> None:
         """Undo the records that were decided and not written."""
@@ -177,7 +196,9 @@ class LogWriter(Generic[R]):
         """Lower the noted synced end, then truncate (W5)."""
         log = self.log
         if end < log.synced_end:
-            self._disk.storage.replace_file(QUORUM_STATE, state_bytes(self._vote, end))
+            self._disk.storage.replace_file(
+                QUORUM_STATE, state_bytes(self._vote, end, self._voters.level)
+            )
             self._noted = end
         log.truncate_to(end)
 
@@ -185,5 +206,5 @@ class LogWriter(Generic[R]):
         """Finish the running writes, then close the log."""
         await self._writes.wait()
         async with self.lock:
-            args = self._disk.storage, self.log, self._vote, clean
+            args = self._disk.storage, self.log, self._vote, clean, self._voters.level
             await self._disk.write(partial(recovery.close_log, *args))

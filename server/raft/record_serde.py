@@ -30,6 +30,13 @@ class RecordSerde(Protocol[R]):
         """Return the voters that `record` names; None if it is of another kind."""
         ...
 
+    def level_in(self, record: R) -> int:
+        """Return the level of formats that `record` sets; 0 = it sets none.
+
+        Raises `NewerFormat` for a level that this node does not know (rule Q6).
+        """
+        ...
+
     def encode_batch(self, records: Sequence[R], now_ms: int) -> bytes:
         """Encode one batch.  The log sets its offsets and leader epoch."""
         ...

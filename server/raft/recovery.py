@@ -99,8 +99,10 @@ class OpenedDirectory:
             say("metadata_log_cut", what=what)
 
 
-def read_state(storage: Storage) -> tuple[Vote, int] | None:
+def read_state(storage: Storage, level: int = formats.LEVEL) -> tuple[Vote, int] | None:
     """Read the saved vote and the synced end noted with it; None if there is no file.
+
+    level: of `pk.format`, the highest that this node knows.
 
     Raises `CorruptLog` for a damaged file, because a guessed vote could be a second vote in its
     epoch, and `NewerFormat`.
@@ -112,7 +114,8 @@ def read_state(storage: Storage) -> tuple[Vote, int] | None:
     try:
         known = sealed.decode(raw)
         version = sealed.field(known, "format", int)
-        formats.require_version(f"{storage.root}/{QUORUM_STATE}", version, FORMAT)
+        if not FORMAT <= version <= formats.number_of(level):
+            formats.require_version(f"{storage.root}/{QUORUM_STATE}", version, FORMAT)
         epoch, voted_for = (sealed.field(known, name, int) for name in ("epoch", "voted_for"))
         vote = Vote(epoch, voted_for, sealed.field(known, "voted_directory_id", str))
         return vote, sealed.field(known, "synced_end", int)
@@ -123,10 +126,10 @@ def read_state(storage: Storage) -> tuple[Vote, int] | None:
         ) from damage
 
 
-def state_bytes(vote: Vote, synced_end: int) -> bytes:
-    """Return the content of `quorum-state`."""
+def state_bytes(vote: Vote, synced_end: int, level: int = 1) -> bytes:
+    """Return the content of `quorum-state`; `level`: of the formats in the directory (rule Q6)."""
     known: dict[str, Any] = {
-        "format": FORMAT,
+        "format": max(FORMAT, formats.number_of(level)),
         "epoch": vote.epoch,
         "voted_for": vote.voted_for,
         "voted_directory_id": vote.voted_directory_id,
@@ -157,9 +160,11 @@ def base_of(kept: Sequence[SnapshotId], first: int) -> SnapshotId:
     return covering[0]
 
 
-def recover(storage: Storage, rules: SnapshotRules, now_ms: int) -> OpenedDirectory:
-    """Open the directory by the table of the module.  Raises `CorruptLog`."""
-    state = read_state(storage)
+def recover(
+    storage: Storage, rules: SnapshotRules, now_ms: int, level: int = formats.LEVEL
+) -> OpenedDirectory:
+    """Open the directory by the table of the module.  Raises `CorruptLog`, `NewerFormat`."""
+    state = read_state(storage, level)
     lost = state is None and _holds_records(storage)
     if lost:
         state = Vote(), _whole_end(storage)
@@ -222,13 +227,13 @@ def _whole_end(storage: Storage) -> int:
     return end
 
 
-def close_log(storage: Storage, log: PartitionLog, vote: Vote, clean: bool) -> None:
+def close_log(storage: Storage, log: PartitionLog, vote: Vote, clean: bool, level: int = 1) -> None:
     """Close the log; a clean stop notes its end (O2).  Raises `StorageFull`, `StorageFailed`."""
     log.close(clean)
     if clean:
         # On a full disk the former note stays; damage above it is then judged as after a kill.
         with contextlib.suppress(errors.StorageFull):
-            storage.replace_file(QUORUM_STATE, state_bytes(vote, log.written_end))
+            storage.replace_file(QUORUM_STATE, state_bytes(vote, log.written_end, level))
 
 
 def _open(

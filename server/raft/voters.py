@@ -42,6 +42,7 @@ class Voters(Generic[R]):
         self._given: dict[NodeId, str] = {**given, me.node_id: address}
         self.addresses: dict[NodeId, str] = dict(self._given)
         self.at = [VotersAt(NONE, tuple(first))]
+        self.level = 0  #: the highest level of formats that a record has set (rule Q6)
 
     @property
     def now(self) -> tuple[Voter, ...]:
@@ -49,18 +50,20 @@ class Voters(Generic[R]):
 
     def begin_with(self, known: SnapshotId, raw: bytes) -> None:
         """Begin with the voters of a verified snapshot; the log behind it follows."""
+        self.level = max(self.level, level_of(self._serde, raw))
         voters, addresses = voters_of(self._serde, raw)
         self.at = [VotersAt(known.end - 1, voters)]
         self.addresses.update(addresses)
         self.addresses.update(self._given)
 
     def find(self, raw: Any, offset: int) -> None:
-        """Note the voters records in batches."""
+        """Note the voters records in batches.  Raises `NewerFormat` for an unknown level."""
         for at, record in self._serde.decode_batches(raw, offset, verify=False):
             self.note(at, record)
 
     def note(self, offset: int, record: R) -> None:
-        """Note a record at `offset` if it names voters."""
+        """Note a record at `offset` if it names voters or sets a level."""
+        self.level = max(self.level, self._serde.level_in(record))
         found = self._serde.voters_in(record)
         if found is None:
             return
@@ -131,6 +134,19 @@ def voters_of(serde: RecordSerde[R], raw: Buffer) -> tuple[tuple[Voter, ...], di
                 voters = tuple(Voter(each.node_id, each.directory_id) for each in named)
                 return voters, {each.node_id: each.address for each in named if each.address}
     raise errors.CorruptLog("the snapshot names no voters")
+
+
+def level_of(serde: RecordSerde[R], raw: Buffer) -> int:
+    """Return the level of formats of a verified snapshot.  Raises `NewerFormat`.
+
+    The row with the level stands before the voters (metadata/snapshot.py).
+    """
+    for part in serde.decode_snapshot(raw):
+        for _, record in part:
+            level = serde.level_in(record)
+            if level or serde.voters_in(record) is not None:
+                return level
+    return 0
 
 
 def _leader_in(message: Message) -> wire.QuorumVoter | None:

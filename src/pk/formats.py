@@ -24,6 +24,13 @@ FEATURE = "pk.format"
 LEVEL = 1
 
 
+def number_of(level: int) -> int:
+    """Return the number of a directory in which formats of `level` may be written: the field
+    `format` of pk.json and quorum-state (rule Q6).
+    """
+    return level if level > 1 else 0
+
+
 def level_field(level: int) -> int:
     """Return a level as records and requests carry it: absent for level 1."""
     return level if level > 1 else 0
