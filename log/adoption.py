@@ -154,7 +154,7 @@ def to_adopt(storage: Storage, name: str, topic_id: str) -> Identity:
     topic_id = topic_id or ("" if status == OTHER else known_id)
     if not topic_id:
         raise errors.InvalidOption(
-            f"nothing here says which topic's {name} is: give its --topic-id "
+            f"the topic id of {name} is not known here: give its --topic-id "
             "(pk topics describe shows it)",
             option="--topic-id",
         )

@@ -117,7 +117,8 @@ class LogAppender:
             validate.check_batch(header, self._local.config, now_ms, transactions)
         if leader_epoch < self._epochs.latest:
             raise errors.FencedLeaderEpoch(
-                f"{self._local.topic_partition}: epoch {leader_epoch} after {self._epochs.latest}"
+                f"{self._local.topic_partition}: leader epoch {leader_epoch} is below the log's "
+                f"epoch {self._epochs.latest}"
             )
         if not header.control:
             verdict, span = validate.check_producer(header, self.producers.get(header.producer_id))
@@ -152,10 +153,12 @@ class LogAppender:
         if header.base_offset < end or gap:
             raise errors.CorruptBatch(f"{tp}: batch at {header.base_offset}, the log ends at {end}")
         if newest != NONE and header.leader_epoch > newest:
-            raise errors.CorruptBatch(f"{tp}: batch of epoch {header.leader_epoch}, {newest} leads")
+            raise errors.CorruptBatch(
+                f"{tp}: a batch of epoch {header.leader_epoch}, the leader's epoch is {newest}"
+            )
         if header.leader_epoch < self._epochs.latest:
             raise errors.FencedLeaderEpoch(
-                f"{tp}: epoch {header.leader_epoch} after {self._epochs.latest}"
+                f"{tp}: epoch {header.leader_epoch} is below the log's epoch {self._epochs.latest}"
             )
         return self._assign(
             header,

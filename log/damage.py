@@ -78,7 +78,7 @@ def corrupt(where: str, damage: Damage) -> errors.CorruptLog:
     """Return the error that the operator gets (rule L9)."""
     return errors.CorruptLog(
         f"{where}: offsets {damage} are damaged: {damage.problem}; "
-        "pk log repair goes past them while the broker is stopped",
+        "stop the broker and run pk log repair to skip them",
         offset=str(damage.start),
         next_offset=str(damage.end),
     )

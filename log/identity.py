@@ -210,8 +210,8 @@ def missing(storage: Storage, tp: TopicPartition, topic_id: str) -> errors.LogMi
     missing.
     """
     return errors.LogMissing(
-        f"the log of {tp} ({topic_id}) was in {storage.root} and is there no more; its acknowledged"
-        " offsets are not given again. Put its directory back and restart; or stop the server, run "
+        f"the log of {tp} ({topic_id}) was in {storage.root} and is missing; its acknowledged "
+        "offsets are not given again. Put its directory back and restart; or stop the server, run "
         f"pk log discard {storage.root} {tp} --topic-id {topic_id} and start: then the log begins "
         "empty here",
         directory=storage.root,

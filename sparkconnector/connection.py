@@ -232,7 +232,7 @@ class ClusterClient:
                 self._leaders[info.topic_id, partition] = address
         silent = set(names) - {one.name for one in found}
         if silent:
-            raise errors.BrokerUnavailable(f"the broker says nothing of topic {min(silent)}")
+            raise errors.BrokerUnavailable(f"the broker's reply lacks topic {min(silent)}")
         return sorted(found)
 
     async def _metadata(self, request: wire.MetadataRequest) -> Any:

@@ -197,7 +197,7 @@ class Scan:
             async with asyncio.timeout(self._left_s()):
                 line = await owner._take_stream(await owner._leader((one.topic_id, one.partition)))
         except TimeoutError:
-            raise errors.RequestTimedOut(f"nobody says who leads {one}") from None
+            raise errors.RequestTimedOut(f"no broker names the leader of {one}") from None
         clean = False
         try:
             position_id = line.next_position_id
@@ -215,7 +215,7 @@ class Scan:
                 self._take(line, frames.decode(raw), position_id)
             clean = True
         except TimeoutError:
-            raise errors.RequestTimedOut(f"{line.address}: nothing more of {one}") from None
+            raise errors.RequestTimedOut(f"{line.address} sent no more of {one}") from None
         finally:
             self._line = None
             if clean:

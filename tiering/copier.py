@@ -414,7 +414,7 @@ class Copier:
         self._checked(event.missing, now_ms)
 
     def _checked(self, missing: Sequence[DamagedFile], now_ms: int) -> None:
-        """Copies the first damaged file again whose rows the local log still has (T6)."""
+        """Copies again the first damaged file whose rows the local log still has (T6)."""
         if not missing:
             self._solved(errors.DamagedTierFile)
             return

@@ -341,7 +341,7 @@ class DeltaLogTable:
         async with self._turn:
             handle, self._handle = self._handle, None  # E1
             if handle is None or handle.version() != commit.read.version:
-                raise CommitConflict(f"{self._uri}: version {commit.read.version} is not at hand")
+                raise CommitConflict(f"{self._uri}: version {commit.read.version} is not loaded")
             date_ms = self._dates.date(self._tables.wall_ms(), self._tables.now_ms())
             await self._tables.run(
                 f"committing to {self._uri}", lambda: self._commit(handle, commit, date_ms)

@@ -80,7 +80,7 @@ async def repair(
     would return without the tombstones that followed them."""
     if "compact" in told.configs["cleanup_policy"]:
         raise errors.UnsupportedFeature(
-            f"{told.topic} is compacted: its deleted rows cannot be told from superseded ones; "
+            f"{told.topic} is compacted: deleted rows and superseded ones look alike; "
             "restore the table's version, or accept the loss"
         )
     if snapshot.rows_missing(told.partition) is None:

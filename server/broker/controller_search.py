@@ -6,7 +6,8 @@ Asking it again costs time in which another may be elected.
 
 Invariants
   K4  Within a round no controller is asked twice.  A round that found no active controller is
-      followed by a wait, unless it ended with a silent one, because its timeout was a wait already.
+      followed by a wait.  There is no wait if the last controller of the round was silent, because
+      its timeout was a wait already.
   K5  A silent controller is asked last, one in a round, and only after `PATIENT_ROUNDS` rounds of
       the others, unless all are silent.  So between two timeouts every other controller is asked.
 """
@@ -27,7 +28,7 @@ class ControllerSearch:
         self._given = tuple(addresses)
         self._known = tuple(dict.fromkeys(addresses))
         self.address = self._known[0]
-        self.rounds = 0  #: without an active controller, since one served last
+        self.rounds = 0  #: rounds since an active controller last served
         self._tried: dict[str, None] = {}  #: asked in this round
         #: timeouts in a row of each silent controller; the one asked longest ago comes first
         self._silent: dict[str, int] = {}

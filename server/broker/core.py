@@ -63,9 +63,9 @@ NO_LAST_WORD = (
 class ProducerStream:
     """The producer that sent last on one produce stream (handlers/produce D5)."""
 
-    number: int  #: streams count up
+    number: int  #: number of the stream; a newer stream has a higher one
     producer_id: int = NONE
-    given_up: bool = False  #: its producer uses a newer stream
+    given_up: bool = False  #: whether its producer uses a newer stream
 
 
 class BrokerCore:
@@ -105,7 +105,7 @@ class BrokerCore:
         self.feed = TierFeed(world.new_id())
         self.feed_moved = asyncio.Event()
         self.draining = False
-        self.streams_opened: int = 0  #: produce streams, ever
+        self.streams_opened: int = 0  #: number of produce streams so far
         self.speakers: dict[int, ProducerStream] = {}  #: producer id → its newest stream
         self.flushes: TimerHeap[PartitionKey] = (
             TimerHeap()
@@ -195,7 +195,7 @@ class BrokerCore:
             if partition.leader is None or partition.leader.settled:
                 raise
             raise errors.OffsetNotAvailable(
-                f"{partition}: not every in-sync replica was heard since its leader was elected: "
+                f"{partition}: not every in-sync replica has fetched from the new leader yet: "
                 f"{refusal.message}"
             ) from refusal
 

@@ -3,10 +3,10 @@
 World-generic.  Of several controllers one is active; the others refuse and name it.  The broker
 asks one after another (controller_search.py) until a controller registers it, and stays with this
 controller while it answers heartbeats.  The stream on which a broker registered is its liveness
-stream (rule R7).
-While heartbeats on it are answered, the broker has *contact*.  When the stream breaks, the broker
-reconnects with jittered back-off and registers again under the same incarnation id.  Without
-contact for `broker_session_timeout_ms` it may have been fenced without knowing (rule R6).
+stream (rule R7).  While heartbeats on it are answered, the broker has *contact*.  When the stream
+breaks, the broker reconnects with jittered back-off and registers again under the same incarnation
+id.  Without contact for `broker_session_timeout_ms` it may have been fenced without knowing (rule
+R6).
 
 Timeouts: a new active controller waits at least three quarters of a session timeout before it
 fences a broker.  A silent controller (stopped, or unreachable) is left after a quarter of that

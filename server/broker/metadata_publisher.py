@@ -12,20 +12,20 @@ Invariants
       image from before the restart belongs to the previous process.
   M3  A log directory whose topic id is not in the image is a stray.  It is renamed once the image
       holds this process's own registration, and removed later (replica/creation.py; rules Q2, L8).
-  M4  a partition whose log cannot be opened or created is UNOPENED with its cause
-      (replica/state.py).  The other partitions go on.  The broker tries again while the cause may
-      pass (replica/creation N2)
-  M5  a leader that was elected uncleanly serves a tiered partition only after it has claimed the
-      tier's table (rule T4)
-  M6  while a directory has failed, no log is created for a partition that is in no working
-      directory: its records are in the failed one, and the partition is UNOPENED
-  M7  a damaged log (rule L9), or a missing one (rule L15), is set aside and rebuilt once another
+  M4  A partition whose log cannot be opened or created is UNOPENED with its cause
+      (replica/state.py).  The other partitions continue.  The broker tries again while the cause
+      may pass (replica/creation N2).
+  M5  A leader that was elected uncleanly serves a tiered partition only after it has claimed the
+      tier's table (rule T4).
+  M6  While a directory has failed, no log is created for a partition that is in no working
+      directory: its records are in the failed one, and the partition is UNOPENED.
+  M7  A damaged log (rule L9), or a missing one (rule L15), is set aside and rebuilt once another
       broker leads, this replica is in neither ISR nor ELR, and the image includes the controller's
       reaction to the report that the replica is offline.  From then on this replica cannot be the
-      last copy
-  M8  the broker reports a rebuilt replica as offline until the leader of that epoch has compared
-      its new log.  Before, the leader may ask to add it to the ISR for what its old log had (rule
-      R2)
+      last copy.
+  M8  The broker reports a rebuilt replica as offline until the leader of that epoch has compared
+      its new log.  Before that, the leader may ask to add the replica to the ISR because of the
+      records that its old log had (rule R2).
 """
 
 from __future__ import annotations
@@ -205,7 +205,8 @@ class MetadataPublisher:
                 await future
         except TimeoutError:
             raise errors.RequestTimedOut(
-                f"the controller did it at {offset}, this broker has only come to {self.reacted}"
+                f"the controller made the change at metadata offset {offset}, this broker has "
+                f"applied the metadata up to {self.reacted}"
             ) from None
 
     # -- life ------------------------------------------------------------------------------------
@@ -405,7 +406,9 @@ class MetadataPublisher:
             return
         if core.node_id not in state.replicas:
             if partition is not None:
-                await self._drop(partition, errors.NotLeaderOrFollower(f"{partition} moved away"))
+                await self._drop(
+                    partition, errors.NotLeaderOrFollower(f"{partition} was reassigned")
+                )
             core.replicas.forget(key)
             return
         marked = key in core.manager.operator_marked and self.registered()

@@ -29,7 +29,7 @@ async def load_image(core: BrokerContext, name: str, next_offset: int) -> Metada
     """
     wanted = id_of(name)
     if wanted is None or wanted.end <= next_offset:
-        raise errors.ControllerUnavailable(f"{name!r} is no snapshot beyond {next_offset}")
+        raise errors.ControllerUnavailable(f"snapshot {name!r} does not end above {next_offset}")
     raw = await _fetch(core, wanted)
     try:
         check(raw, wanted)
@@ -54,9 +54,9 @@ async def _fetch(core: BrokerContext, wanted: SnapshotId) -> bytes:
         reply: Any = frame.head.fetch_snapshot_reply
         asked = (wanted.end, wanted.epoch, len(raw))
         if (reply.end, reply.epoch, reply.position) != asked or not frame.payload:
-            raise errors.ControllerUnavailable(f"a piece that does not fit {asked}")
+            raise errors.ControllerUnavailable(f"a snapshot piece that does not fit {asked}")
         if not len(raw) + len(frame.payload) <= reply.size <= SNAPSHOT_BYTES_MAX:
-            raise errors.ControllerUnavailable(f"{reply.size} bytes of a snapshot are refused")
+            raise errors.ControllerUnavailable(f"a snapshot of {reply.size} bytes is refused")
         raw += frame.payload
         if len(raw) == reply.size:
             return bytes(raw)

@@ -53,10 +53,10 @@ def register(image: MetadataImage, rules: Rules, command: Register) -> Out:
     if request.previous_broker_epoch > image.offset:
         raise errors.MetadataBehind(
             f"broker {request.broker_id} was registered at offset {request.previous_broker_epoch} "
-            f"of the metadata log, and this one ends at {image.offset + 1}: it was restored from an"
-            " older copy, or begun anew. What was created since would be removed as strays. "
-            "Bring the newer metadata back; to give up what these do not know, delete run.json and "
-            "clean-shutdown in the broker's directories"
+            f"of the metadata log, and this metadata log ends at {image.offset + 1}: it was "
+            "restored from an older copy, or is a new one. The broker would remove all partitions "
+            "that it does not know. Restore the newer metadata; or, to accept the loss of these "
+            "partitions, delete run.json and clean-shutdown in the broker's directories"
         )
     old = image.brokers.get(request.broker_id)
     if old is not None and old.incarnation_id == request.incarnation_id:

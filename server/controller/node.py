@@ -283,7 +283,9 @@ class ControllerNode:
             async def handle(request: Any, frame: frames.Frame) -> Any:
                 active = self._active()
                 if name in _CONTACT and not self.metadata.in_touch():  # R6
-                    raise errors.ControllerUnavailable("no majority of controllers was heard of")
+                    raise errors.ControllerUnavailable(
+                        "this controller has no contact to a majority"
+                    )
                 return await active.handlers(number)[name](request, frame)
 
             return handle
@@ -401,7 +403,9 @@ class ControllerNode:
             try:
                 raw, following = await log.read(offset, min(request.max_bytes, FETCH_BYTES_MAX))
             except errors.OffsetOutOfRange as gone:  # cut by a snapshot meanwhile
-                raise errors.ControllerUnavailable(f"read too late: {gone.message}") from gone
+                raise errors.ControllerUnavailable(
+                    f"now in a snapshot only: {gone.message}"
+                ) from gone
         return self._fetched(following), (raw,)
 
     def _fetched(self, following: int, *, snapshot: str = "") -> wire.FetchMetadataLogReply:

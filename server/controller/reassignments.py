@@ -142,13 +142,13 @@ def _assign(
     if not builder.can_assign(replicas, cluster):
         raise errors.InvalidReplicaAssignment(
             f"{name}: none of {list(replicas)} could lead it now; replicas that a reassignment "
-            "added hold what the others do not, or may"
+            "added hold, or may hold, records that the others lack"
         )
     if not force and not builder.keeps_copies(replicas):
         raise errors.NotEnoughReplicas(
-            f"{name}: in sync are {list(builder.now.isr)}, and only some of {list(replicas)} would "
-            "stay, fewer than min_insync_replicas asks for; ask again when more of them are in "
-            "sync, or force it"
+            f"{name}: in sync are {list(builder.now.isr)}, and fewer of {list(replicas)} would stay"
+            " in sync than min_insync_replicas requires; try again when more of them are in sync, "
+            "or force it"
         )
     if (replicas, adding, removing) != (
         builder.now.replicas,

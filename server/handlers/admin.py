@@ -44,9 +44,9 @@ async def forward(core: BrokerCore, request: Message, frame: frames.Frame) -> Me
 
 
 async def create(core: BrokerCore, request: Any, frame: frames.Frame) -> Message:
-    """create_topics and create_partitions:
+    """Handle create_topics and create_partitions.
 
-    answered when the partitions led here are ready, or why not.
+    The reply is sent when the partitions led here are ready, or says why they are not.
     """
     reply: Any = await forward(core, request, frame)
     for result in reply.results:

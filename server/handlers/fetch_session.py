@@ -82,7 +82,7 @@ class FetchSession:
                 max(1, request.max_bytes or limits.FRAME_BYTES), limits.MESSAGE_BYTES_MAX
             )
         if request.credit_bytes < 0:
-            raise errors.InvalidRequest("credits are never taken back")
+            raise errors.InvalidRequest("a fetch request has negative credit")
         self.credit += request.credit_bytes
         removed = [PartitionKey(item.topic_id, item.partition) for item in request.forgotten]
         for key in removed:

@@ -171,7 +171,7 @@ async def _ask_disks(core: BrokerCore, lookups: list[_Lookup]) -> None:
         for (answer, partition, leader, *_), outcome in zip(mine, found, strict=True):
             if partition.leader is not leader:  # the log may have been truncated during the look-up
                 gone = errors.NotLeaderOrFollower(
-                    f"{partition}: its leader epoch ended while it looked"
+                    f"{partition}: its leader epoch ended during the look-up"
                 )
                 answer.error.CopyFrom(frames.error_of(gone))
                 continue

@@ -222,7 +222,7 @@ class ProduceStream:
             position = end
         if position != len(frame.payload):
             raise errors.CorruptBatch(
-                f"{position} bytes of batches announced, {len(frame.payload)} came"
+                f"a frame announces {position} bytes of batches and has {len(frame.payload)}"
             )
         timeout_ms = request.timeout_ms if request.timeout_ms > 0 else TIMEOUT_DEFAULT_MS
         deadline_ms = self._core.clock.monotonic_ms() + timeout_ms
@@ -294,7 +294,7 @@ class ProduceStream:
                 speakers[producer_id] = mine
                 mine.producer_id = producer_id
         if mine.given_up:
-            raise errors.BrokerUnavailable("its producer speaks on a newer stream")
+            raise errors.BrokerUnavailable("its producer uses a newer stream")
 
     def _fall_silent(self) -> None:
         mine = self._speaker

@@ -97,7 +97,8 @@ class ReplicaEnd:
         said = (request.replica_id, request.replica_epoch)
         if said != (self.replica, self.broker_epoch):
             raise errors.InvalidRequest(
-                f"replica {said} on the stream of {(self.replica, self.broker_epoch)}"
+                f"the request names replica {said} on the stream of replica "
+                f"{(self.replica, self.broker_epoch)}"
             )
 
     def confirmed(self, request: wire.FetchRequest) -> None:
@@ -204,18 +205,18 @@ class ReplicaEnd:
             return None  # the producer state is being read
         partition = self._core.find(position.key)
         if position.leader_epoch == NONE:
-            raise errors.InvalidRequest("a replica fetches under a leader epoch")
+            raise errors.InvalidRequest("a replica's fetch names a leader epoch")
         leader = partition.serving(position.leader_epoch)
         if self.replica not in leader.replicas:  # not in this image yet: asked again (F1)
             raise errors.NotLeaderOrFollower(f"broker {self.replica} is no follower of {partition}")
         heard = leader.broker_epoch_of(self.replica)
         if heard > self.broker_epoch:
-            raise errors.StaleBrokerEpoch(f"broker {self.replica} has registered anew")
+            raise errors.StaleBrokerEpoch(f"broker {self.replica} has registered again")
         if not leader.is_newest(self.replica, self.broker_epoch, position.position_id):
-            raise errors.NotLeaderOrFollower(f"{partition}: an older position of its replica")
+            raise errors.NotLeaderOrFollower(f"{partition}: the replica has set a newer position")
         compared = self._compared.get(position.key) is position
         if compared and heard != self.broker_epoch:
-            raise errors.NotLeaderOrFollower(f"{partition}: to be compared anew")
+            raise errors.NotLeaderOrFollower(f"{partition}: the logs must be compared again")
         if not compared or position.next_offset < partition.log.first_offset:  # F3
             divergence = partition.find_divergence(
                 position.last_fetched_epoch, position.next_offset
@@ -234,7 +235,7 @@ class ReplicaEnd:
                 self._stream.end(position)
                 return None
             if leader.counts_on(self.replica, position.next_offset):
-                raise errors.NotLeaderOrFollower(f"{partition}: to be compared when it is decided")
+                raise errors.NotLeaderOrFollower(f"{partition}: an ISR change is pending")
             self._compared[position.key] = position
             self._confirm(position.key, position, position.next_offset, position.log_start)
         if position.next_offset < leader.log_end:

@@ -84,7 +84,7 @@ class SnapshotGenerator:
         source, image, newest = self._source, MetadataImage(), self._files.newest
         end, began_ms = source.committed, self._clock.monotonic_ms()
         if newest is not None and newest.end >= end:
-            raise errors.SnapshotNotFound("a later one was loaded meanwhile")
+            raise errors.SnapshotNotFound("a later snapshot was loaded meanwhile")
         made = SnapshotId(end, source.epoch_at(end - 1))
         await self._reader.replay(image.apply, end)
         assert image.offset == end - 1, (image.offset, end)

@@ -192,9 +192,10 @@ def _require_known(paths: Sequence[str]) -> None:
         for directory_id, where in _last_start(file, found).items():
             if directory_id not in there and where not in formatted:
                 raise errors.StorageFailed(
-                    f"{where} was one of this node's directories (id {directory_id}) and is not "
-                    "there, or not given: what only it holds would begin anew, empty. Mount it, or "
-                    f"give it too; if it is lost, or is to go, delete {file} and start without it",
+                    f"{where} was one of this node's directories (id {directory_id}) and is "
+                    "missing, or not given: partitions that only it holds would begin empty. Mount "
+                    f"it, or give it too; if it is lost, or no longer wanted, delete {file} and "
+                    "start without it",
                     directory=where,
                 )
 
@@ -237,13 +238,14 @@ def _require_metadata(paths: Sequence[str], clustered: bool) -> None:
     for root, each in formatted.items():
         if each.list(PARTITIONS):
             raise errors.CorruptLog(
-                f"{root} holds partitions, and {paths[0]}/metadata nothing: the metadata are "
-                "lost, or in a directory that was not given. Give all directories, that one first"
+                f"{root} holds partitions, and {paths[0]}/metadata is empty: the metadata are lost,"
+                " or in a directory that was not given. Give all directories, the one with the "
+                "metadata first"
             )
     if formatted and paths[0] not in formatted:  # the first directory is formatted
         raise errors.CorruptLog(
             f"{next(iter(formatted))} belongs to a node whose metadata are not in {paths[0]}, which"
-            " is empty: mount it, or give the directory with the metadata first"
+            " is empty: mount the directory with the metadata, and give it first"
         )
 
 

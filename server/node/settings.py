@@ -194,7 +194,9 @@ def _by_node(server: Mapping[str, Any], option: str, sign: str) -> dict[NodeId, 
 def _reachable(address: str, option: str) -> None:
     """Raise if an address that other nodes will use cannot be reached from them."""
     if host_of(address) in _WILDCARDS or address.endswith(":0"):
-        raise errors.InvalidConfig(f"{option}: nobody can connect to {address}", option=option)
+        raise errors.InvalidConfig(
+            f"{option}: no other node can connect to {address}", option=option
+        )
 
 
 def _check_cluster(server: Mapping[str, Any]) -> None:
@@ -205,7 +207,7 @@ def _check_cluster(server: Mapping[str, Any]) -> None:
     node_id, listen = int(server["node_id"]), str(server["controller_listen"])
     if listen and (not host_of(listen) or listen.endswith(":0")):
         raise errors.InvalidConfig(
-            f"controller_listen must name a port that others can be told, not {listen}",
+            f"controller_listen must name the port that other nodes connect to, not {listen}",
             option="controller_listen",
         )
     if "controller" not in roles:
@@ -235,7 +237,7 @@ def _check_cluster(server: Mapping[str, Any]) -> None:
         _reachable(listen, "controller_listen")
     if "broker" not in roles and not voters and not listen:
         raise errors.InvalidConfig(
-            "a controller without a broker is for others: give controller_listen HOST:PORT",
+            "a controller without a broker serves other nodes: give controller_listen HOST:PORT",
             option="controller_listen",
         )
 

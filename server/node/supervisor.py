@@ -187,7 +187,7 @@ class Supervisor:
             raise failure
         if child.deaths >= START_ATTEMPTS:
             raise failure or errors.InternalError(
-                f"the {child.role} process died {child.deaths} times while starting; see its lines"
+                f"the {child.role} process died {child.deaths} times while starting; see the log"
             )
 
     async def _keep(self, child: Child) -> None:

@@ -505,7 +505,7 @@ class RaftLog(Generic[R]):
         async with self._writer.lock:
             newest = self._files.newest
             if newest is not None and newest.end >= made.end:
-                raise errors.SnapshotNotFound("a later one was loaded meanwhile")
+                raise errors.SnapshotNotFound("a later snapshot was loaded meanwhile")
             await self._files.keep(made)
             self._open_reader.rebase()
             log.advance_log_start(self._open_reader.base.end)

@@ -566,7 +566,7 @@ class Quorum:
         if len(set(event.voters) ^ set(self.voters)) != 1 or not event.voters:
             self._respond(event.request, errors.InvalidRequest("voters change one at a time"))
         elif state.change is not None or not self._settled(state):
-            self._respond(event.request, errors.ControllerUnavailable("other voters are under way"))
+            self._respond(event.request, errors.ControllerUnavailable("another change is pending"))
         else:
             state.change = (event.request, tuple(event.voters))  # other records may go before it
             self._effects.append(

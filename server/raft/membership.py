@@ -114,7 +114,7 @@ def without_voter(
     ]
     if not gone:
         wanted = f" with directory {directory_id}" if directory_id else ""
-        raise errors.InvalidRequest(f"controller {node_id}{wanted} is no voter, or no more")
+        raise errors.InvalidRequest(f"controller {node_id}{wanted} is no voter")
     if len(quorum.voters) == 1:
         raise errors.InvalidRequest(f"{_name(gone[0])} is the only voter")
     return _sound(quorum, tuple(v for v in quorum.voters if v not in gone), now_ms)
@@ -128,7 +128,8 @@ def _sound(quorum: Quorum, voters: tuple[Voter, ...], now_ms: int) -> tuple[Vote
     if len(present) <= len(voters) // 2:
         ids = ", ".join(str(voter.node_id) for voter in voters)
         raise errors.InvalidRequest(
-            f"of the voters {ids} only {len(present)} would be in touch: start the others first"
+            f"of the voters {ids} only {len(present)} are in contact with the leader: start the "
+            "others first"
         )
     return voters
 

@@ -111,7 +111,7 @@ class SnapshotFetcher:
         same = (reply.end, reply.epoch, reply.position) == (*_pair(part.id), part.position)
         fits = 0 < len(piece) <= reply.size - part.position and reply.size <= SNAPSHOT_BYTES_MAX
         if not same or not fits or part.size not in (None, reply.size):
-            raise errors.InvalidRequest(f"a piece that does not fit {part.id} at {part.position}")
+            raise errors.InvalidRequest(f"no piece of snapshot {part.id} at {part.position}")
         part.size = reply.size
         await self._files.append_part(part.file, piece)
         part.position += len(piece)

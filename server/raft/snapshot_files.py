@@ -111,7 +111,7 @@ class SnapshotFiles:
     async def piece(self, wanted: SnapshotId, position: int, max_bytes: int) -> tuple[bytes, int]:
         """Read at most `PIECE_BYTES` at `position`, and the size.  Raises `SnapshotNotFound`."""
         if wanted not in self.kept:
-            raise errors.SnapshotNotFound(f"{file_name(wanted)} is not here")
+            raise errors.SnapshotNotFound(f"there is no snapshot {file_name(wanted)}")
         count = max(1, min(max_bytes, PIECE_BYTES))
         return await self._disk.read(
             partial(_read_piece, self._disk.storage, wanted, position, count)

@@ -51,7 +51,7 @@ def check(raw: Buffer, wanted: SnapshotId | None = None) -> Content:
     """Verify every byte (N2), and that the id is `wanted`.  Raises `CorruptLog`, `NewerFormat`."""
     view = memoryview(raw)
     if len(view) < _HEADER.size + _FOOTER.size:
-        raise errors.CorruptLog(f"{len(view)} bytes are no snapshot: it is torn")
+        raise errors.CorruptLog(f"the snapshot has {len(view)} bytes: it is torn")
     magic, version, epoch, end, crc = _HEADER.unpack_from(view)
     if magic != _MAGIC or crc != crc32c(view[: _HEADER.size - _CRC_BYTES]):
         raise errors.CorruptLog("the snapshot's header is damaged")

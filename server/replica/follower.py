@@ -66,8 +66,8 @@ def check_start(offset: Offset, *, high_watermark: Offset, unclean: bool) -> Non
     """
     if offset < high_watermark and not unclean:
         raise errors.LogTruncated(
-            f"the leader has this log begin anew at {offset}, below the committed high watermark "
-            f"{high_watermark}, and no unclean election explains that",
+            f"the leader's log starts at {offset}, and this log would begin again there, below the "
+            f"committed high watermark {high_watermark}; no unclean election explains that",
             offset=str(offset),
             high_watermark=str(high_watermark),
         )

@@ -127,10 +127,10 @@ class Leader:
         facts = {"leader_epoch": str(self.leader_epoch)}
         if epoch < self.leader_epoch:
             raise errors.FencedLeaderEpoch(
-                f"epoch {epoch} is over; this is {self.leader_epoch}", **facts
+                f"leader epoch {epoch} is over; the current one is {self.leader_epoch}", **facts
             )
         raise errors.UnknownLeaderEpoch(
-            f"epoch {epoch} is not known here yet; this is {self.leader_epoch}", **facts
+            f"leader epoch {epoch} is not known here yet, only {self.leader_epoch}", **facts
         )
 
     def check_acks(self, acks: int) -> None:

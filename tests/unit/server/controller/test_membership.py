@@ -193,7 +193,7 @@ def test_no_change_takes_the_majority_away(make: Any) -> None:
     up, gone = (n for n in (1, 2, 3) if n != leader)
     world.down(gone)
     world.sim.loop.run_for_ms(3_000)
-    with pytest.raises(errors.InvalidRequest, match="in touch"):
+    with pytest.raises(errors.InvalidRequest, match="in contact"):
         world.ask(wire.RemoveVoterRequest(node_id=up))
     with pytest.raises(errors.InvalidRequest, match="is no voter"):
         world.ask(wire.RemoveVoterRequest(node_id=9))
