@@ -1,9 +1,10 @@
-"""A whole controller and brokers that lag behind it: topics come, grow and go, and decisions that
-take many steps have other commands between their steps.
+"""A whole controller and brokers that lag behind it.  Topics are created, grow and are deleted, and
+other commands run between the steps of decisions that take several steps.
 
-Brokers lead with the production `Leader` and keep what logs may keep: a process death takes
-nothing, a power loss a part, a directory that is gone all that was in it.  `Model.trace` tells a
-history, which its seed repeats.  What must hold is asserted on the way and in `heal`.
+Brokers lead with the production `Leader` and keep what a real log may keep: a process death loses
+nothing, a power loss loses a part, and a missing directory loses everything in it.  `Model.trace`
+records a history, and its seed repeats it.  The model asserts what must hold, during the run and in
+`heal`.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Node:
 
 
 def same(one: list[Record], other: list[Record]) -> int:
-    """Records up to where two logs part."""
+    """Return the records up to the point where two logs diverge."""
     found = 0
     while found < min(len(one), len(other)) and one[found] == other[found]:
         found += 1
@@ -82,7 +83,7 @@ def same(one: list[Record], other: list[Record]) -> int:
 
 
 class Model:
-    """See the module."""
+    """The controller, the brokers and what must hold; see the module."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -118,7 +119,7 @@ class Model:
     # -- decisions, step by step -----------------------------------------------------------------
 
     def ask(self, command: Any, then: Callable[[Any], None] | None = None) -> None:
-        """One step now, the others whenever."""
+        """Run one step of a command now; the other steps run later."""
         self.todo.append((command, then))
         self.advance(len(self.todo) - 1)
 
@@ -202,7 +203,9 @@ class Model:
         self.ask(c.Register(request, False, self.known()), registered)
 
     def stop(self, n: int, how: str) -> None:
-        """How: clean, crash, power, or dir: a directory is gone when it comes back."""
+        """Stop a broker.  `how`: clean, crash, power, or dir (a directory is missing when it comes
+        back).
+        """
         node, rng = self.nodes[n], self.rng
         self.say("stop", n, how)
         node.alive = node.draining = node.registering = False
@@ -223,7 +226,7 @@ class Model:
             node.parts = {k: each for k, each in node.parts.items() if each.directory != gone}
 
     def follow(self, n: int, upto: int | None = None) -> None:
-        """Apply records, or a snapshot, and do as they say."""
+        """Apply records, or a snapshot, and react as they require."""
         node, log = self.nodes[n], self.bench.log
         upto = len(log) if upto is None else upto
         if upto == len(log) and self.rng.random() < 0.1:
@@ -272,7 +275,9 @@ class Model:
         self.commit(key, part)
 
     def take_office(self, n: int, key: PartitionKey, part: Part, state: PartitionState) -> None:
-        """One leader an epoch; it holds what is committed, but for what an unclean one gave up."""
+        """Check that an epoch has one leader, and that it holds every committed record, except
+        those that an unclean leader lost.
+        """
         assert self.led.setdefault((key, state.leader_epoch), n) == n, (key, state)
         committed = self.committed.get(key, [])
         if state.unclean_epoch > self.given_up.get(key, NONE):
@@ -480,7 +485,7 @@ class Model:
     # -- histories -------------------------------------------------------------------------------
 
     def live(self, n: int) -> None:
-        """Something that a broker does by itself."""
+        """Do a random step that a broker does by itself."""
         node, rng = self.nodes[n], self.rng
         what = rng.choice("ffffnnnaabbr")
         if not node.alive:

@@ -1,4 +1,4 @@
-"""A controller machine, its log, and short words for what is asked of it."""
+"""A controller machine, its log, and short helpers for commands."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOW = 1_000
 
 
 class Bench:
-    """A controller, its log, and short words for commands."""
+    """A controller, its log, and short helpers for commands."""
 
     def __init__(self, **server: Any) -> None:
         self.rules = c.Rules(1, settings.SERVER.resolve(server), {})
@@ -36,8 +36,9 @@ class Bench:
         return self.machine.image
 
     def do(self, command: Command) -> Any:
-        """Decide, append, apply, in as many steps as it takes; controller/machine M1: deciding
-        changed nothing."""
+        """Decide, append and apply, in as many steps as the command takes; check that deciding
+        changed nothing (controller/machine M1).
+        """
         self.steps = 0
         while True:
             before = snapshot(self.image)
@@ -76,7 +77,7 @@ class Bench:
         positions: dict[PartitionKey, tuple[int, int]] | None = None,
         **more: Any,
     ) -> wire.BrokerHeartbeatReply:
-        """What the term makes of a heartbeat; what the broker reports counts from now on."""
+        """Return the reply of the term to a heartbeat; the broker's report counts from now on."""
         fields: dict[str, Any] = {
             "broker_epoch": self.image.brokers[broker].broker_epoch,
             "metadata_offset": self.image.offset,

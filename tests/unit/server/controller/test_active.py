@@ -1,4 +1,4 @@
-"""A term of the controller among several brokers, in virtual time: what it knows but the log."""
+"""A term of the controller with several brokers, in virtual time: its soft state."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Place = tuple[int, int]
 
 
 class Replica(FakeBroker):
-    """A broker that beats by itself and says how far its log is when it is asked."""
+    """A broker that sends heartbeats by itself and reports the end of its log when asked."""
 
     def __init__(
         self, scene: Scene, world: World, node_id: int, life: int = 1, at: Place = (0, 0)
@@ -47,7 +47,7 @@ class Replica(FakeBroker):
         return frame.head.register_broker_reply
 
     async def live(self) -> None:
-        """Register and beat from here on; again with the next controller."""
+        """Register and send heartbeats from now on; register again with the next controller."""
         asked: Any = ()
         while True:
             try:
@@ -85,7 +85,7 @@ class Replica(FakeBroker):
         return self
 
     async def stop(self) -> None:
-        """Power loss, or so it will seem."""
+        """Lose power; to the controller it is at least as if it had."""
         assert self._task is not None
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
@@ -121,7 +121,7 @@ async def ask(scene: Scene, world: World, request: Any) -> Any:
 
 
 async def topic_on(scene: Scene, world: World, count: int, **configs: str) -> list[Replica]:
-    """So many brokers, and topic t with a replica on each."""
+    """Return this many brokers, and topic t with a replica on each."""
     brokers = [Replica(scene, world, node_id).start() for node_id in range(1, count + 1)]
     await world.clock.sleep_ms(1_000)
     new = wire.NewTopic(name="t", partitions=1, replication_factor=count, configs=configs)
@@ -144,7 +144,7 @@ async def alter(scene: Scene, world: World, **values: str) -> None:
 
 
 def test_the_greatest_log_is_elected_after_a_power_cut(scene: Scene) -> None:
-    """R3: with no permission, as soon as the last of them has reported."""
+    """R3: the election needs no permission and takes place once the last replica has reported."""
 
     async def story(world: World) -> None:
         await power_cut(await topic_on(scene, world, 2, min_insync_replicas="2"), world)
@@ -183,7 +183,7 @@ def test_a_new_term_asks_again_before_it_elects(scene: Scene) -> None:
 
 
 def test_who_is_missing_is_passed_over_when_loss_is_allowed_later(scene: Scene) -> None:
-    """The setting changes long after the wait was over: the election comes at once."""
+    """The setting changes long after the wait was over: the election takes place at once."""
 
     async def story(world: World) -> None:
         await power_cut(await topic_on(scene, world, 2, min_insync_replicas="2"), world)
@@ -202,7 +202,9 @@ def test_who_is_missing_is_passed_over_when_loss_is_allowed_later(scene: Scene) 
 
 
 def gone_before_the_reply(scene: Scene, kind: type) -> Callable[[], bool]:
-    """Who asks for a `kind` is never answered, though it is committed; returns whether it was."""
+    """Ask for a `kind` of election whose reply never arrives, though the record is committed;
+    return whether it was.
+    """
     assert scene.node is not None
     assert scene.node.active is not None
     host, committed = scene.node.active.host, asyncio.Event()
@@ -220,7 +222,7 @@ def gone_before_the_reply(scene: Scene, kind: type) -> Callable[[], bool]:
 
 
 def test_elections_are_tried_though_who_allowed_them_is_gone(scene: Scene) -> None:
-    """The stream breaks between the record and the reply."""
+    """The client's stream breaks between the record and the reply."""
 
     async def story(world: World) -> None:
         await power_cut(await topic_on(scene, world, 2, min_insync_replicas="2"), world)
@@ -249,7 +251,7 @@ def test_elections_are_tried_though_who_allowed_them_is_gone(scene: Scene) -> No
 def test_elections_without_room_are_tried_though_the_broker_is_gone(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The heartbeat that unfences it is decided, and its stream breaks before the reply."""
+    """The heartbeat that unfences the broker is decided, and its stream breaks before the reply."""
 
     async def serve(_kind: StreamKind, stream: Stream) -> None:
         await stream.recv()
@@ -289,7 +291,9 @@ def test_elections_without_room_are_tried_though_the_broker_is_gone(
 
 
 def test_who_is_heard_while_others_are_fenced_is_not(scene: Scene) -> None:
-    """R7: both were silent; fencing the one takes so long that the other is heard again."""
+    """R7: both brokers were silent; fencing the first takes so long that the other sends a
+    heartbeat.
+    """
 
     async def story(world: World) -> None:
         brokers = await topic_on(scene, world, 2)
@@ -321,7 +325,9 @@ def test_who_is_heard_while_others_are_fenced_is_not(scene: Scene) -> None:
 
 
 def test_a_silent_broker_is_fenced_at_the_end_of_its_session(scene: Scene) -> None:
-    """R7: a controller that ran all the while has heard what there is, and waits for no more."""
+    """R7: a controller that ran all the time has received every heartbeat there was, and waits no
+    longer.
+    """
 
     async def story(world: World) -> None:
         (broker,) = await topic_on(scene, world, 1)
@@ -523,7 +529,9 @@ def test_a_smaller_minimum_ends_a_reassignment_that_waited_for_more(scene: Scene
 
 
 def test_a_full_leader_hands_over_and_is_preferred_again(scene: Scene) -> None:
-    """L16: at once, and back no sooner than a minute later, though its disk has room before."""
+    """L16: it hands over at once, and gets the lead back a minute later at the earliest, although
+    its disk has room before.
+    """
 
     async def story(world: World) -> None:
         brokers = {each.node_id: each for each in await topic_on(scene, world, 3)}
@@ -547,7 +555,7 @@ def test_a_full_leader_hands_over_and_is_preferred_again(scene: Scene) -> None:
 
 
 def test_a_preferred_leader_comes_back_soon_after_it_has_room(scene: Scene) -> None:
-    """L16: not at the next check for imbalance, which is minutes away."""
+    """L16: it does not wait for the next check for imbalance, which is minutes away."""
 
     async def story(world: World) -> None:
         brokers = {each.node_id: each for each in await topic_on(scene, world, 3)}

@@ -1,4 +1,4 @@
-"""Rule L10: the clocks of all nodes as the active controller heard them."""
+"""Rule L10: the clocks of all nodes, as the active controller measures them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ def tell(
 
 
 def ahead(of: Clocks, now_ms: int = 0, set_by_ms: int = 0) -> dict[int, int]:
-    """By node; `set_by_ms`: how far this controller's wall clock was set meanwhile."""
+    """Return by node how far its clock is ahead.  `set_by_ms`: how far this controller's wall clock
+    was set meanwhile.
+    """
     samples = of.samples(WALL + now_ms + set_by_ms, now_ms, WALL)
     return {each.node_id: each.ahead_ms for each in samples}
 
 
 def test_other_clocks_do_not_follow_the_clock_of_this_node_when_it_is_set() -> None:
-    """A broker beside this controller would find its wrong clock confirmed by old readings."""
+    """Otherwise old readings would confirm the wrong clock of a broker on this node."""
     known = clocks()
     tell(known, 2, 3)
     tell(known, 3, -4)

@@ -1,6 +1,6 @@
-"""Histories of a cluster that is never at rest (cluster_model.py), with decisions of few changes.
+"""Histories of a cluster under constant change (cluster_model.py), with decisions of few changes.
 
-`PK_CLUSTER_SEEDS=1000` asks for more of them.
+`PK_CLUSTER_SEEDS=1000` runs more histories.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ SEEDS = int(os.environ.get("PK_CLUSTER_SEEDS", "40"))
 def test_nothing_committed_is_lost_and_everything_heals(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A decision that changes more than one or two partitions is made in steps
-    (batched_decision.py)."""
+    """A decision that changes more than one or two partitions is made in several steps
+    (batched_decision.py).
+    """
     monkeypatch.setattr(BatchedDecision.__init__, "__defaults__", (1 + seed % 3,))
     model = Model(seed)
     for _ in range(400):

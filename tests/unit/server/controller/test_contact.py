@@ -1,4 +1,4 @@
-"""Heartbeats while the metadata disk stands still: what is answered at once, and what waits
+"""Heartbeats while the metadata disk hangs: which are answered at once, and which wait
 (controller/active A4).
 """
 
@@ -40,7 +40,7 @@ async def two_up(scene: Scene, world: World) -> list[Replica]:
 
 
 async def stand_still(scene: Scene, world: World) -> asyncio.Task[Any]:
-    """From here on the metadata disk does not come back, with a topic on the way to it."""
+    """Let the metadata disk hang from now on, while the record of a topic is being written."""
     scene.storage.lag_ms = 20_000
     new = wire.NewTopic(name="t", partitions=1, replication_factor=2)
     stuck = asyncio.ensure_future(ask(scene, world, wire.CreateTopicsRequest(topics=[new])))
@@ -78,7 +78,7 @@ def test_a_metadata_disk_that_stands_still_takes_no_contact_from_brokers(scene: 
 
 
 def test_what_is_not_committed_of_a_registration_is_not_said(scene: Scene) -> None:
-    """controller/active A4: another controller may come to lead without the record."""
+    """controller/active A4: another controller may be elected without the record."""
 
     async def story(world: World) -> None:
         broker = Replica(scene, world, 1)
@@ -98,8 +98,9 @@ def test_what_is_not_committed_of_a_registration_is_not_said(scene: Scene) -> No
 
 
 def test_who_is_about_to_be_fenced_is_not_told_that_all_is_well(scene: Scene) -> None:
-    """controller/active A4, R6: its session was over, and what ends its registration waits for the
-    disk."""
+    """controller/active A4, R6: the session is over, and the record that ends the registration
+    waits for the disk.
+    """
 
     async def story(world: World) -> None:
         one, two = await two_up(scene, world)
@@ -120,8 +121,9 @@ def test_who_is_about_to_be_fenced_is_not_told_that_all_is_well(scene: Scene) ->
 
 
 def test_a_term_that_replays_its_log_says_nothing_of_registrations(scene: Scene) -> None:
-    """controller/active A4: of a broker that registered again, the image knows the earlier process
-    first."""
+    """controller/active A4: of a broker that registered again, a replay first produces the earlier
+    registration.
+    """
 
     async def story(world: World) -> None:
         broker, other = await two_up(scene, world)

@@ -66,7 +66,7 @@ class Controllers:
         return max(terms(), key=lambda n: self.nodes[n].metadata.epoch)
 
     def ask(self, request: Any, first: int) -> Any:
-        """Ask a controller, and whom it names, until one answers."""
+        """Ask a controller, and those that it names, until one answers."""
 
         async def story(world: World) -> Any:
             address = f"c{first}:1"
@@ -88,7 +88,9 @@ class Controllers:
 
 @pytest.fixture
 def make() -> Iterator[Any]:
-    """Worlds that end with the test, so that nothing of them is left to be collected later."""
+    """Make worlds that are closed at the end of the test, so that no task remains for the garbage
+    collector.
+    """
     made: list[Controllers] = []
 
     def one(seed: int) -> Controllers:
@@ -114,7 +116,9 @@ def register(n: int) -> wire.RegisterBrokerRequest:
 
 
 def lives(world: Controllers, broker: int, at: int) -> None:
-    """It has registered and is not fenced; `at`: the controller that is asked first."""
+    """Register the broker and check that it is unfenced; `at`: the controller that is asked
+    first.
+    """
     epoch = world.ask(register(broker), at).register_broker_reply.broker_epoch
     beat = wire.BrokerHeartbeatRequest(broker_id=broker, broker_epoch=epoch, metadata_offset=10_000)
     assert not world.ask(beat, at).broker_heartbeat_reply.fenced
@@ -181,8 +185,8 @@ def test_a_controller_that_was_deposed_refuses_and_names_its_successor(make: Any
 
 
 def test_what_was_asked_of_a_leader_without_a_majority_is_not_done_twice(make: Any) -> None:
-    """Its outcome is open for the asker; the log of the majority decides, and the record that was
-    never committed is undone.
+    """The client does not know the outcome.  The log of the majority decides, and the record that
+    was never committed is undone.
     """
     world = make(11)
     old = world.active()
@@ -224,7 +228,7 @@ def test_a_controller_that_leaves_in_order_is_followed_at_once(make: Any) -> Non
 
 
 def test_the_metadata_of_another_directory_is_refused() -> None:
-    """Q1: a node whose directory is not the one voter would wait for ever."""
+    """Q1: a node with another directory than the only voter's would wait without an end."""
     with SimWorld(3) as sim:
         storage = SimStorage("m", sim.random("disk"))
 
@@ -240,7 +244,9 @@ def test_the_metadata_of_another_directory_is_refused() -> None:
 
 
 def test_a_broker_that_died_with_the_last_controller_is_not_waited_for(make: Any) -> None:
-    """R7: no stream of it was ever lost here, so the new term asks once; 7 refuses, 8 listens."""
+    """R7: the new term lost no stream of the broker, so it probes the address once; 7 refuses, 8
+    listens.
+    """
     world = make(3)
     first = world.active()
     other = next(n for n in IDS if n != first)
@@ -264,8 +270,8 @@ def test_a_broker_that_died_with_the_last_controller_is_not_waited_for(make: Any
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_what_was_without_a_controller_counts_for_the_sessions(killed: bool, make: Any) -> None:
-    """R7: a broker that went with the active controller is fenced a session timeout later, and not
-    one after the next controller has noticed.
+    """R7: a broker that died with the active controller is fenced one session timeout later, and
+    not one session timeout after the next controller has noticed.
     """
     world = make(13)
     first = world.active()
@@ -288,7 +294,7 @@ def test_what_was_without_a_controller_counts_for_the_sessions(killed: bool, mak
 
 
 def test_a_slow_disk_makes_no_session_longer(make: Any) -> None:
-    """R7: a term begins with records that its log must have; brokers go without an answer
+    """R7: a term begins with records that must be written first; brokers get no answer
     meanwhile.
     """
     world = make(13)
@@ -311,8 +317,9 @@ def test_a_slow_disk_makes_no_session_longer(make: Any) -> None:
 
 
 def test_brokers_register_after_the_voters_changed(make: Any) -> None:
-    """controller/machine M3: the record that the quorum appends itself is known to the term that
-    goes on behind it."""
+    """controller/machine M3: the term applies the record that the quorum itself appends, and
+    continues behind it.
+    """
     world = make(5)
     first = world.active()
     node = world.nodes[first]

@@ -1,4 +1,6 @@
-"""Who leads, and what ISR, ELR and last-known become: KIP-966 case by case, and rule R3."""
+"""Elections, and the changes of ISR, ELR and last-known members: KIP-966 case by case, and
+rule R3.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ def three(min_isr: int = 2, **configs: str) -> Bench:
 
 
 def unclean(bench: Bench, broker: int, **more: Any) -> None:
-    """The broker lost power and registers; it is not unfenced yet."""
+    """The broker lost power and registers again; it is not unfenced yet."""
     bench.register(broker, "again", **{"boot_id": f"later{broker}", **more})
 
 
@@ -144,7 +146,9 @@ def test_the_greatest_of_all_last_known_members_is_elected(
 
 
 def test_one_of_three_that_was_begun_anew_above_the_greatest_is_elected() -> None:
-    """Not above each that is there: what an older epoch has beyond is not of the newest history."""
+    """Its end need not be above every log: records beyond it that an older epoch has do not belong
+    to the newest history.
+    """
     bench = three(3)
     for broker in (1, 2, 3):
         unclean(bench, broker)
@@ -183,7 +187,7 @@ def test_a_position_ends_with_the_registration_that_gave_it() -> None:
 
 
 def test_a_position_from_before_the_leader_went_counts_for_nothing() -> None:
-    """A broker that had not seen it go may still have been following it."""
+    """The broker's image still had the old leader, so it may have been fetching from it."""
     bench = all_lost()
     since = bench.machine.leaderless[KEY]
     bench.beat(2)
@@ -227,7 +231,9 @@ def test_missing_members_are_waited_for_unless_loss_is_allowed() -> None:
 
 
 def test_nobody_but_an_allowed_loss_passes_over_the_elr() -> None:
-    """The ELR has everything: while it is away, others may lead only where loss is allowed."""
+    """The ELR has every record: while its members are away, others may lead only if loss is
+    allowed.
+    """
     bench = three()
     for broker in (1, 2, 3):
         bench.fence(broker)
@@ -243,7 +249,7 @@ def test_nobody_but_an_allowed_loss_passes_over_the_elr() -> None:
 
 
 def test_a_broker_not_heard_in_this_term_is_not_chosen_to_recover() -> None:
-    """Its replica may be offline: the last term knew, this one does not yet."""
+    """Its replica may be offline: the last term knew it, this term does not yet."""
     bench = three(1)
     for broker in (1, 2):
         bench.fence(broker)
@@ -278,9 +284,11 @@ def test_an_offline_replica_leaves_isr_and_elr_and_leads_no_more() -> None:
 
 
 def test_a_replica_that_was_offline_does_not_join_before_its_broker_is_heard_in_this_term() -> None:
-    """R2: its leader asks from what it heard before the damage; the last term would have refused.
+    """R2: the leader's request is based on fetches from before the damage; the last term would have
+    refused it.
 
-    Were it in the ISR, min_insync_replicas = 1, it would be the last one when its leader dies.
+    With min_insync_replicas = 1 the replica could otherwise be the last ISR member when its leader
+    dies.
     """
     bench = three()
     bench.beat(1, offline=(KEY,))
@@ -311,7 +319,9 @@ def test_the_last_copy_that_goes_offline_is_last_known_and_comes_back() -> None:
 
 
 def test_an_offline_replica_of_a_fenced_broker_never_stays_eligible() -> None:
-    """A failover between report and fence: the next heartbeat says it again, before unfencing."""
+    """The controller fails over between report and fence: the next heartbeat repeats the report,
+    before the broker is unfenced.
+    """
     bench = three()
     bench.fence(1)
     bench.fence(2)
@@ -327,8 +337,8 @@ def test_an_offline_replica_of_a_fenced_broker_never_stays_eligible() -> None:
 def test_lost_replicas_leave_before_their_broker_is_unfenced(
     factor: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rule L15, whatever the replication factor; a decision that has no room for all makes more
-    steps, and only the last one unfences.
+    """Rule L15, whatever the replication factor: a decision that has no room for all changes takes
+    more steps, and only the last step unfences.
     """
     monkeypatch.setattr(BatchedDecision.__init__, "__defaults__", (2,))
     bench = Bench()
@@ -379,7 +389,7 @@ def test_a_new_minimum_forgets_elr_and_last_known_in_the_same_batch(kind: str, n
 
 
 def test_a_files_minimum_becomes_the_clusters_and_is_never_followed_again() -> None:
-    """R1: two nodes with different files agree, and a change always clears the ELR."""
+    """R1: two nodes with different files use the same value, and a change always clears the ELR."""
     bench = Bench()
     bench.machine.rules = c.Rules(1, bench.rules.server, {"min_insync_replicas": 2})
     bench.up(1, 2)

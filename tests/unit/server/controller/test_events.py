@@ -1,4 +1,4 @@
-"""What the controller says of its decisions (server/controller/events.py)."""
+"""The log lines of the controller about its decisions (server/controller/events.py)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.unit.server.controller.controller_bench import Bench
 
 
 def said(bench: Bench) -> list[Event]:
-    """The lines since the last call."""
+    """Return the lines since the last call."""
     found = [e.value for e in bench.effects if isinstance(e, Publish) and e.name == EVENT]
     bench.effects.clear()
     return found

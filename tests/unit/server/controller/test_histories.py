@@ -62,7 +62,7 @@ class History:
             self.commit()
 
     def copy(self, broker: int, count: int) -> None:
-        """`broker` fetches: cut where the logs part, then `count` records."""
+        """`broker` fetches: it truncates where the logs diverge, then copies `count` records."""
         leader = self.state.leader
         if leader in (NONE, broker) or broker not in self.state.replicas:
             return
@@ -72,7 +72,7 @@ class History:
         self.commit()
 
     def same(self, one: int, other: int) -> int:
-        """Records up to where two logs part: what a fetch confirms."""
+        """Return the records up to the point where two logs diverge: a fetch confirms these."""
         mine, its = self.logs[one], self.logs[other]
         found = 0
         while found < min(len(mine), len(its)) and mine[found] == its[found]:
@@ -96,7 +96,9 @@ class History:
             alter_isr(self.bench, state.leader, item(self.bench, "t", isr))
 
     def grow(self, broker: int) -> None:
-        """R2: who has everything committed, and the start of the leader's epoch, may join."""
+        """R2: a follower may join that has every committed record and every record from before the
+        leader's epoch.
+        """
         state = self.state
         if state.leader == NONE or broker in state.isr or broker not in state.replicas:
             return
@@ -107,7 +109,9 @@ class History:
     # -- what happens to them --------------------------------------------------------------------
 
     def restart(self, broker: int, kept: int | None) -> None:
-        """`kept`: records that survive a power loss; None: the process died, its data is there."""
+        """`kept`: the records that survive a power loss; None: the process died, and no record is
+        lost.
+        """
         self.boots += 1
         more = {}
         if kept is not None:
@@ -124,7 +128,7 @@ class History:
             self.bench.beat(broker, offline=offline, positions={KEY: at})
 
     def disk(self, broker: int) -> None:
-        """The replica fails; or it is rebuilt, empty."""
+        """Let the replica fail, or rebuild it empty."""
         if broker in self.offline:
             del self.offline[broker]
         else:
@@ -167,7 +171,7 @@ class History:
         self.last = now
 
     def lost(self, now: PartitionState, last: PartitionState) -> None:
-        """An unclean leader: what it has not is gone, and no last-known member had more."""
+        """Give up the records that an unclean leader lacks; no last-known member had more."""
         if len(now.isr) == 1 and not last.isr and not last.elr:
             self.unclean_elections += 1
             mine = self.logs[now.leader]
@@ -238,7 +242,7 @@ def test_what_is_committed_is_where_the_controller_says(
 
 @pytest.mark.parametrize("min_isr", [1, 2, 3])
 def test_everybody_loses_power_and_the_greatest_is_elected(min_isr: int) -> None:
-    """R3: no permission needed, whatever the order of return."""
+    """R3: the election needs no permission, in whatever order the brokers return."""
     history = History(min_isr)
     replicas = history.state.replicas
     for _ in range(4):

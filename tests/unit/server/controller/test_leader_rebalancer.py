@@ -1,4 +1,4 @@
-"""L16: leaders that should not lead hand over, and come back; one move per partition and minute."""
+"""L16: unfit leaders hand over, and get the lead back; a partition moves at most once a minute."""
 
 from __future__ import annotations
 
@@ -76,7 +76,9 @@ def test_nobody_takes_over_who_could_lose_or_is_unfit_or_unheard() -> None:
 
 
 def test_reasons_are_those_of_whoever_gives_them() -> None:
-    """The mechanism asks what gives up, not why: also a reason that the controller found itself."""
+    """The mechanism knows who gives up, not why; this includes a reason that the controller found
+    itself.
+    """
     bench = led_by_one()
     bench.reports[1] = replace(bench.reports[1], unfit=(Unfit("clock", gives_up=True),))
     wanted = LeaderRebalancer()

@@ -16,7 +16,7 @@ KEY = PartitionKey("id0", 0)
 
 
 def moved() -> Bench:
-    """Topic t prefers 1, which was away and is in sync again; 2 leads."""
+    """Topic t prefers leader 1, which was away and is in sync again; 2 leads."""
     bench = Bench()
     bench.up(1, 2)
     bench.topic("t", 1, 2)

@@ -1,4 +1,4 @@
-"""The controller's decisions, rule by rule, on the machine alone."""
+"""The controller's decisions, rule by rule, on the machine without its surroundings."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ def test_unfenced_only_when_the_image_has_reached_the_registration() -> None:
     ],
 )
 def test_what_survived_a_restart(more: dict[str, Any], clean: bool) -> None:
-    """L3: clean keeps the data's standing, unclean leaves ISR and ELR before unfencing."""
+    """L3: after a clean stop the replicas stay in ISR and ELR; after an unclean one they leave both
+    before the broker is unfenced.
+    """
     bench = Bench()
     bench.up(1)
     bench.topic("t")
@@ -94,7 +96,7 @@ def test_a_reconnection_of_the_same_process_resumes() -> None:
 
 
 def test_metadata_that_end_before_a_brokers_registration_are_refused() -> None:
-    """Q2: restored from an older copy, they do not know what was created since."""
+    """Q2: they were restored from an older copy, and lack everything that was created since."""
     bench = Bench()
     bench.up(1)
     end = len(bench.log)
@@ -155,7 +157,7 @@ def test_below_min_isr_the_leavers_stay_eligible() -> None:
 
 
 def test_recovery_waits_for_every_last_known_member() -> None:
-    """R3: two members lost power; one alone may not know the end of the log."""
+    """R3: two members lost power; one of them alone may not know the end of the log."""
     bench = Bench()
     bench.up(1, 2)
     bench.topic("t", 1, 2, min_insync_replicas="2")
@@ -238,7 +240,9 @@ def test_isr_changes() -> None:
 
 
 def test_an_unclean_leader_says_when_it_has_recovered() -> None:
-    """T4: the mark stays over clean changes of leadership until the leader takes it away."""
+    """T4: the mark stays over clean changes of leadership, until the leader reports that it has
+    recovered.
+    """
     bench = Bench()
     bench.up(1)
     bench.topic("t")
@@ -498,8 +502,9 @@ ACTIONS = st.lists(
 
 @given(ACTIONS)
 def test_replay_gives_the_same_image(actions: list[tuple[str, int, int]]) -> None:
-    """controller/machine M1, metadata/image I1–I4: whatever happens, the invariants hold and the
-    log alone gives the same image."""
+    """controller/machine M1, metadata/image I1–I4: the invariants hold whatever happens, and a
+    replay of the log gives the same image.
+    """
     bench = Bench()
     for turn, (what, broker, n) in enumerate(actions):
         known = broker in bench.image.brokers

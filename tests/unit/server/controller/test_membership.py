@@ -1,4 +1,4 @@
-"""Voters come and go while three controllers serve (raft/membership M1–M3, KIP-853)."""
+"""Voters are added and removed while three controllers serve (raft/membership M1–M3, KIP-853)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FIRST = {Voter(n, f"dir-{n}"): f"c{n}:1" for n in (1, 2, 3)}
 
 
 class Controllers:
-    """Nodes 1 to 3 vote first; others may be booted."""
+    """Nodes 1 to 3 are the first voters; others may be started."""
 
     def __init__(self, seed: int) -> None:
         self.sim = SimWorld(seed)
@@ -69,7 +69,7 @@ class Controllers:
         return max(terms(), key=lambda n: self.nodes[n].metadata.epoch)
 
     def ask(self, request: Any, n: int = 0) -> Any:
-        """One question to node `n`, the active one by default."""
+        """Ask node `n` one question; the default is the active controller."""
         address = f"c{n or self.active()}:1"
 
         async def story(world: World) -> Any:
@@ -219,7 +219,7 @@ def test_a_leader_that_is_removed_hands_over(make: Any) -> None:
 
 
 def test_an_address_of_the_settings_counts_more_than_the_log(make: Any) -> None:
-    """A node that moved says so to the quorum by leading it."""
+    """A node that has moved announces its new address to the quorum when it leads."""
     world = make(6)
     leader = world.active()
     node = world.nodes[leader]
@@ -235,7 +235,7 @@ def test_an_address_of_the_settings_counts_more_than_the_log(make: Any) -> None:
 
 
 def test_a_leader_that_removes_itself_and_dies_before_the_other_has_heard_of_it(make: Any) -> None:
-    """Raft §4.2.2: the only voter there is then has the shorter log."""
+    """Raft §4.2.2: the only remaining voter then has the shorter log."""
     world = make(1)
     leader = world.active()
     other, third = (n for n in (1, 2, 3) if n != leader)
@@ -279,7 +279,7 @@ def test_who_was_away_finds_a_leader_that_was_added_meanwhile(make: Any) -> None
 
 
 def test_an_observer_finds_a_leader_that_was_added_before_it(make: Any) -> None:
-    """It knows the first voters, and of those only who leads."""
+    """It knows only the first voters, and they know only who leads."""
     world = make(7)
     leader = world.active()
     gone, other = (n for n in (1, 2, 3) if n != leader)
@@ -302,7 +302,9 @@ def test_an_observer_finds_a_leader_that_was_added_before_it(make: Any) -> None:
 
 
 def test_what_is_learned_of_a_leaders_address(make: Any) -> None:
-    """Its own word counts more than another's; the settings count more than both."""
+    """The leader's own message has precedence over those of others; the settings have precedence
+    over both.
+    """
     world = make(6)
     voters = world.nodes[world.active()].metadata.voters
 
@@ -322,7 +324,7 @@ def test_what_is_learned_of_a_leaders_address(make: Any) -> None:
 
 
 def test_who_came_once_and_died_is_told_again(make: Any) -> None:
-    """It forgot what it had heard, and its log names only voters that are gone."""
+    """It forgot what it had received, and its log names only voters that no longer exist."""
     world = make(7)
     leader = world.active()
     away, other = (n for n in (1, 2, 3) if n != leader)

@@ -76,7 +76,7 @@ class Scene:
 
 
 class FakeBroker:
-    """Registers, beats, follows the log."""
+    """A broker that registers, sends heartbeats and follows the log."""
 
     def __init__(self, scene: Scene, world: World, incarnation: str, boot: str = "boot") -> None:
         self.caller = scene.caller(world)
@@ -141,7 +141,9 @@ def scene() -> Any:
 
 
 def test_a_broker_comes_up_and_topics_follow(scene: Scene) -> None:
-    """Q2: unfenced only once its image holds its registration; then it leads what is created."""
+    """Q2: it is unfenced only once its image holds its registration; then it leads new
+    partitions.
+    """
 
     async def story(world: World) -> None:
         broker = FakeBroker(scene, world, "i1")
@@ -188,7 +190,9 @@ def test_the_log_is_long_polled(scene: Scene) -> None:
 
 
 def test_a_lost_stream_of_a_dead_broker_fences_at_once(scene: Scene) -> None:
-    """R7: reset plus refused reconnect fences within 300 ms; the data stays eligible (ELR)."""
+    """R7: a reset and a refused connection fence it within 300 ms; its replicas stay eligible
+    (ELR).
+    """
 
     async def story(world: World) -> None:
         broker = FakeBroker(scene, world, "i1")
@@ -243,7 +247,7 @@ def test_who_was_fenced_and_speaks_again_on_its_stream_is_fenced_for_its_next_si
 
 
 def test_a_silent_broker_is_fenced_after_its_session(scene: Scene) -> None:
-    """R7: an open stream without heartbeats counts for nothing after broker_session_timeout_ms."""
+    """R7: an open stream without heartbeats does not count after broker_session_timeout_ms."""
 
     async def story(world: World) -> None:
         broker = FakeBroker(scene, world, "i1")
@@ -289,7 +293,7 @@ def test_a_reachable_broker_keeps_its_session_over_a_reset(scene: Scene) -> None
 
 @pytest.mark.parametrize("power_loss", [False, True])
 def test_a_killed_controller_remembers(scene: Scene, power_loss: bool) -> None:
-    """L1: what was answered was SYNCED; Q4: the epoch grows with every start."""
+    """L1: every answered request was SYNCED; Q4: the epoch grows with every start."""
 
     async def before(world: World) -> MetadataImage:
         broker = FakeBroker(scene, world, "i1")
@@ -332,8 +336,9 @@ def test_two_controllers_on_one_directory(scene: Scene) -> None:
 
 
 def test_a_full_disk_refuses_and_recovers() -> None:
-    """runtime/replayed_host H4: nothing of a failed append is remembered; with space again it goes
-    on by itself."""
+    """runtime/replayed_host H4: a failed append leaves nothing behind; once there is space, the
+    controller continues by itself.
+    """
     scene = Scene()
     scene.start()
 
@@ -355,7 +360,7 @@ def test_a_full_disk_refuses_and_recovers() -> None:
 
 
 def failing(**server: Any) -> tuple[Scene, FakeBroker]:
-    """A scene that does not expect its controller to live, with a broker that came up."""
+    """A scene in which the controller may fail, with a broker that is unfenced."""
     scene = Scene(run=replace(RUN, server={**RUN.server, **server}))
     scene.start()
     broker = FakeBroker(scene, scene.world.world_of("client"), "i1")
@@ -403,7 +408,7 @@ def test_a_controller_whose_log_is_damaged_hands_none_of_it_out_and_ends() -> No
 
 
 def test_who_reads_while_the_log_is_made_shorter_asks_again(scene: Scene) -> None:
-    """A slow disk: when the read's turn comes, a snapshot has taken the place of what it wants."""
+    """The disk is slow: when the read runs, a snapshot has replaced the requested records."""
 
     async def story(world: World) -> None:
         broker = FakeBroker(scene, world, "i1")
@@ -422,7 +427,7 @@ def test_who_reads_while_the_log_is_made_shorter_asks_again(scene: Scene) -> Non
 
 
 def test_controlled_shutdown(scene: Scene) -> None:
-    """The broker may go once it has seen that it leads nothing any more."""
+    """The broker may stop once it has seen that it leads no partition any more."""
 
     async def story(world: World) -> None:
         broker = FakeBroker(scene, world, "i1")
@@ -441,7 +446,7 @@ def test_controlled_shutdown(scene: Scene) -> None:
 
 
 def history(seed: int) -> str:
-    """A broker's life, a controller's death, as the network saw it."""
+    """Return the life of a broker and the death of a controller, as the network saw them."""
     scene = Scene(seed)
     scene.start()
 

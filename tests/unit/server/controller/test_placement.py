@@ -1,4 +1,4 @@
-"""Rack-aware round robin (KIP-36), against its stated properties."""
+"""Rack-aware round robin (KIP-36), compared with its stated properties."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Partitions that move to other brokers (KIP-455), and brokers that are forgotten."""
+"""Partitions that move to other brokers (KIP-455), and brokers that are unregistered."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.unit.server.controller.controller_bench import Bench, alter_isr, item
 
 
 def cluster(factor: int = 3, **configs: str) -> Bench:
-    """Topic t on brokers 1.. of six, led by 1."""
+    """Return six brokers, with topic t on brokers 1 and following, led by 1."""
     bench = Bench()
     bench.up(1, 2, 3, 4, 5, 6)
     bench.topic("t", 1, factor, **configs)
@@ -31,7 +31,7 @@ def reassign(
     expected: tuple[int, ...] = (),
     force: bool = False,
 ) -> int:
-    """Returns the error's code, 0 = none."""
+    """Ask for a reassignment; return the error's code, 0 = none."""
     request = wire.AlterReassignmentsRequest(force=force)
     request.reassignments.add(
         topic=topic, partition=0, replicas=replicas, cancel=cancel, expected=expected,
@@ -103,7 +103,9 @@ def test_fewer_replicas_and_another_order_need_no_copying() -> None:
 
 
 def test_what_is_removed_stays_until_the_target_is_as_safe() -> None:
-    """The in-sync part of the target must satisfy min_insync_replicas before the others go."""
+    """The target's in-sync replicas must reach min_insync_replicas before the old replicas
+    leave.
+    """
     bench = cluster(min_insync_replicas="2")
     alter_isr(bench, 1, item(bench, "t", [1, 3]))  # 2 is too slow
     assert reassign(bench, 1, 2) == 0
@@ -125,7 +127,9 @@ def test_cancel_goes_back_to_the_original_replicas() -> None:
 
 
 def test_only_who_goes_ends_the_leaders_epoch() -> None:
-    """R2: in the record that removes a replica, once; also of a target given up for another."""
+    """R2: the record that removes a replica ends the epoch, once; also when a target is given up
+    for another one.
+    """
     bench = cluster()
     epochs = []
     for target in ((1, 2, 3, 4), (1, 2, 3, 5), (1, 3, 2, 5), (1, 3, 2)):
@@ -156,7 +160,7 @@ def test_what_a_replica_said_of_the_log_it_deleted_counts_for_nothing() -> None:
 
 
 def _led(state: PartitionState) -> Leader:
-    """The leader of `state`, with ten records."""
+    """Return the leader of `state`, with ten records."""
     return Leader(
         node_id=state.leader,
         leader_epoch=state.leader_epoch,
@@ -173,7 +177,9 @@ def _led(state: PartitionState) -> Leader:
 
 
 def test_a_new_target_is_compared_with_the_original_replicas() -> None:
-    """What was being added for the old target leaves; cancel still means the original three."""
+    """Replicas that were being added for the old target leave; cancel still returns to the original
+    three.
+    """
     bench = cluster()
     reassign(bench, 4, 5, 6)
     joins(bench, 4)
@@ -224,7 +230,7 @@ def test_a_request_has_a_bound_and_names_each_partition_once() -> None:
 
 
 def test_fencing_during_a_move_keeps_what_is_eligible() -> None:
-    """Old and new replicas count together; a failover of the leader goes on with the move."""
+    """Old and new replicas count together; after a failover of the leader the move continues."""
     bench = cluster(2, min_insync_replicas="2")
     reassign(bench, 3, 4)
     joins(bench, 3)
@@ -296,7 +302,7 @@ def test_no_cancel_drops_the_last_replica_that_has_everything() -> None:
 
 
 def test_no_cancel_drops_whom_a_recovery_election_waits_for() -> None:
-    """R3: of the last known the greatest log is elected, so all of them are needed."""
+    """R3: the election compares the logs of all last-known members, so all of them are needed."""
     bench = cluster(2, min_insync_replicas="2")
     reassign(bench, 3, 4)
     joins(bench, 3)
@@ -357,7 +363,9 @@ def leaves(bench: Bench, *brokers: int) -> None:
 
 
 def test_a_cancel_below_min_isr_is_refused_until_an_original_replica_is_in_sync() -> None:
-    """2 and 3 lag, 4 joins, and acks=all goes on with {1, 4}: 4 has what only 1 has besides."""
+    """2 and 3 lag, 4 joins, and acks=all continues with {1, 4}: only 1 and 4 have the newest
+    records.
+    """
     bench = cluster(3, min_insync_replicas="2")
     assert reassign(bench, 1, 4, 5) == 0
     leaves(bench, 2, 3)
@@ -398,7 +406,9 @@ def test_an_operator_may_force_a_cancel() -> None:
 
 
 def test_a_smaller_target_ends_when_all_of_it_is_in_sync() -> None:
-    """KAFKA-19975: {1, 2} of {1, 2, 3}, and 2 lags.  One in sync would do for min ISR 1."""
+    """KAFKA-19975: {1, 2, 3} becomes {1, 2}, and 2 lags, although one in-sync replica would satisfy
+    min ISR 1.
+    """
     bench = cluster(3)
     leaves(bench, 2)
     assert reassign(bench, 1, 2) == 0
@@ -416,7 +426,9 @@ def test_an_operator_may_force_a_smaller_target() -> None:
 
 
 def test_replicas_that_are_added_are_not_required_before_they_are_in_sync() -> None:
-    """1 -> 3 replicas under min ISR 2: acks=all goes on while 2 and 3 copy, and needs two after."""
+    """1 -> 3 replicas with min ISR 2: acks=all continues while 2 and 3 copy, and needs two replicas
+    afterwards.
+    """
     bench = cluster(1, min_insync_replicas="2")
     assert reassign(bench, 1, 2, 3) == 0
     state = bench.state("t")
@@ -498,7 +510,9 @@ def test_a_topic_that_was_created_again_is_not_moved_by_an_older_plan() -> None:
 
 
 def test_a_plan_that_expects_other_replicas_is_refused() -> None:
-    """Two plans would undo each other: the later one was made for replicas that are no more."""
+    """Two plans would undo each other: the later one was made for replicas that have changed
+    since.
+    """
     bench = cluster()
     assert reassign(bench, 4, 2, 3, expected=(1, 2, 3)) == 0
     state = bench.state("t")

@@ -17,10 +17,10 @@ WORDS = ("a", "b", "c", "d")
 
 
 class Historian:
-    """Draws the next record that fits what was said before."""
+    """Draws the next record that fits the records before it."""
 
     def __init__(self, draw: Callable[[int], int]) -> None:
-        """`draw(n)` gives a number below n."""
+        """`draw(n)` returns a number below n."""
         self._draw = draw
         self.image = MetadataImage()
         self.records: list[MetadataRecord] = []
@@ -31,7 +31,7 @@ class Historian:
         self.records.append(record)
 
     def begin(self) -> Historian:
-        """As an epoch of a new cluster begins."""
+        """Write the first records of an epoch in a new cluster."""
         self.say(wire.LeaderChangeRecord(leader_id=1, epoch=1, voters=[1, 2, 3]))
         self.say(wire.VotersRecord(voters=VOTERS))
         self.say(wire.ClusterRecord(cluster_id="cluster", genesis="genesis"))
@@ -172,7 +172,7 @@ def history(seed: int, count: int) -> Historian:
 
 
 def order(image: MetadataImage) -> list[Any]:
-    """What equality does not see."""
+    """Return the orders of the dictionaries, which equality does not compare."""
     held = {
         broker_id: sorted((topic.topic_id, n) for topic, n, _ in image.partitions_of(broker_id))
         for broker_id in BROKERS

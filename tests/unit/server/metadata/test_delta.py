@@ -1,5 +1,6 @@
-"""metadata/delta D1, D2, Q2: what a broker reacts to when it loads a snapshot is what changed, both
-ways."""
+"""metadata/delta D1, D2, Q2: a broker that loads a snapshot reacts to what changed, in both
+directions.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def test_what_changed_in_any_history(data: Any) -> None:
 
 
 def compare(story: Historian, start: int, end: int, me: int) -> None:
-    """What the broker reacts to, with the records themselves and with the difference."""
+    """Compare what the broker reacts to with the records themselves, and with the difference."""
     earlier, later = of(story, start), of(story, end)
     live, told = _Changes(), _Changes()
     for record in story.records[start:end]:
@@ -82,7 +83,7 @@ def compare(story: Historian, start: int, end: int, me: int) -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_a_broker_reacts_to_it_as_to_the_records_themselves(seed: int) -> None:
-    """Q2: what was and is no more, too; not to what came and went in between."""
+    """Q2: this includes removals, and excludes changes that were undone in between."""
     rng = random.Random(seed)
     story = history(seed, rng.choice([10, 60, 500]))
     for _ in range(4):
@@ -91,8 +92,9 @@ def test_a_broker_reacts_to_it_as_to_the_records_themselves(seed: int) -> None:
 
 
 def test_what_is_equal_has_no_row() -> None:
-    """metadata/delta D2: else every partition would be settled, and every listener told, for
-    nothing."""
+    """metadata/delta D2: otherwise every partition would be settled, and every listener called,
+    without a reason.
+    """
     stories = (history(seed, 300) for seed in range(20))
     story = next(each for each in stories if each.image.topics and each.image.brokers)
     end = len(story.records)

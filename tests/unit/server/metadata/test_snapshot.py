@@ -1,4 +1,4 @@
-"""What a snapshot says and how it is stored: the image of the log, or nothing."""
+"""The content of a snapshot and its file format: it gives the image of the log, or an error."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def loaded(raw: bytes) -> MetadataImage:
 
 
 def the_same(story: Historian, at: int) -> None:
-    """An image from the snapshot at `at` and the rest of the log is the image of the log."""
+    """Check that an image from the snapshot at `at` and the rest of the log is the image of the
+    log.
+    """
     direct = MetadataImage()
     for offset, record in enumerate(story.records[:at]):
         direct.apply(offset, record)
@@ -68,7 +70,9 @@ def test_snapshot_and_log_are_the_image_of_any_history(data: Any) -> None:
 
 
 def test_a_field_that_is_added_to_the_image_is_added_to_the_snapshot() -> None:
-    """The rows are written by hand: `rows_of` must know every field, and the histories draw it."""
+    """The rows are written by hand: `rows_of` must know every field, and the histories must draw
+    it.
+    """
     assert [each.name for each in fields(MetadataImage)] == [
         "offset", "cluster_id", "genesis", "brokers", "topics", "topic_ids", "configs",
         "next_producer_id", "features", "leader_id", "leader_epoch", "voters", "purges",
@@ -89,8 +93,7 @@ def _broker() -> BrokerState:
 
 
 def test_a_registration_that_is_not_at_its_offset_is_refused_in_a_snapshot_too() -> None:
-    """metadata/image I3 holds for every row: the snapshot says the offset, and does not ask to be
-    believed."""
+    """metadata/image I3 holds for every row: an offset in the snapshot is checked, not trusted."""
     story = history(3, 0)
     story._register()
     rows = list(snapshot.rows_of(story.image))

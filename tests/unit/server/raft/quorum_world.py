@@ -1,8 +1,8 @@
 """Some nodes of a metadata quorum, their disks and the network between them, all from one seed.
 
-What a node's machine asks for is carried out after drawn delays; a write takes effect whole, or
-not at all if the power goes first.  The judge knows every committed record, and looks after every
-event.
+The world performs what a node's machine requests after drawn delays.  A write takes effect as a
+whole, or not at all if the power is lost before.  The judge knows every committed record and checks
+the invariants after every event.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ EMPTY = SnapshotId(0, 0)
 
 @dataclass
 class Disk:
-    """What survives a power loss."""
+    """The data that survive a power loss."""
 
     bootstrap: tuple[Voter, ...]
     vote: Vote = field(default_factory=Vote)
@@ -63,7 +63,7 @@ class Disk:
         return LogState(self.end, epochs.entries, tuple(voters), self.base, snapshot)
 
     def cut_start(self, to: int) -> None:
-        """A snapshot of everything below `to` was made."""
+        """Make a snapshot of everything below `to`, and cut the log there."""
         if not self.base.end < to <= self.end:
             return
         gone = self.entries[: to - self.base.end]
@@ -168,7 +168,7 @@ class Node:
         self.step(say.Synced(disk.state(), job))
 
     def append(self, value: Any) -> None:
-        """As the controller does: decided at once, written behind what waits."""
+        """Append as the controller does: decided at once, written after the waiting writes."""
         epoch = self.machine.epoch
 
         def write() -> None:
@@ -182,7 +182,7 @@ class Node:
 
 
 class Judge:
-    """What must hold after every event."""
+    """Checks what must hold after every event."""
 
     def __init__(self) -> None:
         self.leaders: dict[int, Voter] = {}
@@ -219,7 +219,7 @@ FAULTS = (
 
 
 class World:
-    """Virtual time and a network with a mind of its own."""
+    """Virtual time, and a network that delays, loses and cuts messages."""
 
     def __init__(self, seed: int, voters: int, *, timing: Timing | None = None) -> None:
         self.rng = random.Random(seed)
@@ -274,7 +274,7 @@ class World:
         return [n for n in self.nodes.values() if n.live and n.machine.role is Role.LEADER]
 
     def load(self, node: Node, op: say.LoadSnapshot) -> None:
-        """The shell fetches the snapshot and answers, whatever comes of it."""
+        """Do as the shell does: fetch the snapshot, and report the end whatever the result is."""
 
         def arrive() -> None:
             if not node.live:
@@ -324,7 +324,7 @@ class World:
         target.step(say.RequestReceived(answer, message))
 
     def _filled(self, leader: Node, reply: say.FetchReply) -> say.FetchReply | None:
-        """The shell reads the range, if the machine still says what it said."""
+        """Do as the shell does: read the range, if the machine still gives the same answer."""
         if not leader.live or leader.machine.epoch != reply.epoch:
             return None
         disk, most = leader.disk, self.rng.randrange(1, 20)

@@ -51,7 +51,7 @@ STEPS_MAX = 2_000
 
 
 def blocks_of(text: str) -> list[tuple[list[str], list[str]]]:
-    """The blocks of a trace file: (lines with commands and comments, lines of output)."""
+    """Return the blocks of a trace file: (lines with commands and comments, lines of output)."""
     found = []
     for part in text.strip("\n").split("\n\n"):
         head, _, tail = part.partition("\n----")
@@ -60,7 +60,7 @@ def blocks_of(text: str) -> list[tuple[list[str], list[str]]]:
 
 
 def rewritten(text: str, trace: Any) -> str:
-    """The trace with the outputs of today's machine."""
+    """Return the trace with the outputs of the present machine."""
     parts = []
     for commands, _ in blocks_of(text):
         lines = [line for line in commands if line]
@@ -76,7 +76,7 @@ def rewritten(text: str, trace: Any) -> str:
 
 
 class _Node:
-    """One process: its machine, its disk, and what waits to happen."""
+    """One process: its machine, its disk, and its pending messages, writes and timers."""
 
     def __init__(self, me: Voter, disk: Disk) -> None:
         self.me, self.disk = me, disk
@@ -86,7 +86,7 @@ class _Node:
 
 
 class Trace:
-    """Performs commands and notes what the machines answer."""
+    """Performs commands and notes the answers of the machines."""
 
     def __init__(self) -> None:
         self.out: list[str] = []
@@ -261,7 +261,7 @@ class Trace:
             self._step(node, say.ReplyReceived(self._filled(self.nodes[source], message)))
 
     def _filled(self, leader: _Node, reply: Any) -> Any:
-        """The shell reads the range that the machine promised."""
+        """Do as the shell does: read the range that the machine names."""
         if not isinstance(reply, say.FetchReply) or reply.status is not say.FetchStatus.DATA:
             return reply
         first = reply.offset - leader.disk.base.end
@@ -294,7 +294,7 @@ class Trace:
 
 
 def _said(message: Any) -> str:
-    """A message in one line."""
+    """Return a message in one line."""
     if isinstance(message, say.VoteRequest):
         kind = "PreVote" if message.pre_vote else "Vote"
         return f"{kind} epoch={message.epoch} last=({message.last_epoch}, {message.log_end})"
@@ -322,7 +322,7 @@ def _said(message: Any) -> str:
 
 
 def _op(op: Any) -> str:
-    """A write in one line."""
+    """Return a write in one line."""
     if isinstance(op, say.SaveVote):
         candidate = op.vote.candidate
         return f"vote epoch={op.vote.epoch} for={candidate.node_id if candidate else '-'}"
@@ -340,5 +340,5 @@ def _op(op: Any) -> str:
 
 
 def read(path: Path) -> str:
-    """The text of a trace file."""
+    """Return the text of a trace file."""
     return path.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What a controller hands out of its metadata (server/raft/fetch_source.py): rule L9."""
+"""The metadata that a controller serves (server/raft/fetch_source.py): rule L9."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OLD, NEW = SnapshotId(5, 1), SnapshotId(9, 1)
 
 
 class Files:
-    """Two snapshots; `bad` are damaged."""
+    """Two snapshots; those in `bad` are damaged."""
 
     def __init__(self, *bad: SnapshotId) -> None:
         self.kept = [OLD, NEW]
@@ -82,7 +82,9 @@ def test_who_was_handed_the_first_piece_gets_the_rest() -> None:
 
 
 def test_without_a_snapshot_the_log_reaches_back_to_where_its_files_begin() -> None:
-    """Where it was made shorter no file was dropped yet: who is behind is read to from there."""
+    """The log start has moved, but no file was dropped yet: a voter that is behind can still be
+    served from the files.
+    """
     log: Any = SimpleNamespace(segments=[SimpleNamespace(base_offset=0)], log_start=OLD.end)
     files: Any = SimpleNamespace(kept=(OLD, NEW))
     unused: Any = None

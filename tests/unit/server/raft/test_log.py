@@ -35,7 +35,7 @@ WORLDS: list[SimWorld] = []
 
 @pytest.fixture(autouse=True)
 def closed() -> Iterator[None]:
-    """A test may end while something is written."""
+    """Close the log at the end of a test, while a write may be running."""
     yield
     while WORLDS:
         WORLDS.pop().close()
@@ -70,7 +70,7 @@ class Disk:
 
 
 def saved(disk: Disk) -> tuple[Vote, int]:
-    """What `quorum-state` says."""
+    """Return the content of `quorum-state`."""
     found = read_state(disk.storage)
     assert found is not None
     return found
@@ -102,7 +102,7 @@ def names(disk: Disk, log: RaftLog[MetadataRecord]) -> list[str]:
 
 @pytest.mark.parametrize("power", [False, True])
 def test_what_was_committed_survives(power: bool) -> None:
-    """L1: also a power loss; each start is a later epoch."""
+    """L1: this includes a power loss; each start begins a later epoch."""
     disk = Disk()
     for round_number in range(4):
         log = disk.open()
@@ -129,7 +129,9 @@ def test_what_was_not_committed_may_go_but_nothing_else() -> None:
 
 
 def test_damaged_state_is_not_guessed() -> None:
-    """raft/machine U1: an epoch might be used twice; committed metadata might be cut away."""
+    """raft/machine U1: otherwise an epoch might be used twice, and committed metadata might be cut
+    away.
+    """
     disk = Disk()
     log = disk.open()
     log.append([topic("a")], 5)
@@ -153,7 +155,9 @@ def test_damaged_state_is_not_guessed() -> None:
 
 
 def lost_vote(*, power: bool = False) -> tuple[Disk, int]:
-    """A log of one topic whose node is down and whose `quorum-state` is gone; its epoch."""
+    """Return the epoch of a log with one topic, whose node is down and whose `quorum-state` is
+    missing.
+    """
     disk = Disk()
     log = disk.open()
     log.append([topic("kept")], 5)
@@ -166,8 +170,9 @@ def lost_vote(*, power: bool = False) -> tuple[Disk, int]:
 
 @pytest.mark.parametrize("power", [False, True])
 def test_a_node_alone_goes_on_without_its_vote_and_says_so_once(power: bool) -> None:
-    """raft/log W7: in a later epoch than any record's, with every record; then there is a vote
-    again."""
+    """raft/log W7: it starts in a later epoch than that of any record, with every record; then a
+    vote exists again.
+    """
     disk, epoch = lost_vote(power=power)
     log = disk.open()
     assert log.epoch == epoch + 1
@@ -184,7 +189,7 @@ def test_a_node_alone_goes_on_without_its_vote_and_says_so_once(power: bool) -> 
 
 
 def test_a_node_with_voters_in_its_settings_does_not_go_on_without_its_vote() -> None:
-    """raft/log W7: also where its log names no other yet."""
+    """raft/log W7: even if its log names no other voter yet."""
     disk, _ = lost_vote()
     before = disk.storage.read_file(f"{LOG_DIR}/{0:020d}.log")
     with pytest.raises(errors.CorruptLog, match=r"quorum-state is gone.*vote twice"):
@@ -209,7 +214,7 @@ def test_a_log_that_names_other_voters_is_not_opened_without_its_vote() -> None:
 
 
 def committed(*records: str) -> tuple[Disk, RaftLog, str]:
-    """A log of one topic in each batch, long after its election, and its only file."""
+    """Return a log with one topic per batch, long after its election, and its only file."""
     disk = Disk()
     log = disk.open()
     for name in records:
@@ -225,7 +230,9 @@ async def _wait(ms: int) -> None:
 
 
 def test_rot_in_what_was_committed_since_the_last_vote_is_no_torn_tail() -> None:
-    """raft/log_writer W6: it was cut away, and all that was committed behind it."""
+    """raft/log_writer W6: otherwise the damaged record and all committed records behind it would be
+    cut away.
+    """
     disk, log, path = committed("a", "b", "c")
     position, header = list(batches.iter_headers(disk.storage.peek(path)))[-2]
     assert header.base_offset == log.end - 2
@@ -261,8 +268,8 @@ def test_no_space_to_note_what_is_synced_is_no_failure() -> None:
 
 
 def test_a_log_that_was_cut_is_not_damaged() -> None:
-    """raft/log_writer W5: the vote was saved beside records that the next leader did not have; the
-    process dies inside the first write behind the cut.
+    """raft/log_writer W5: the vote was saved beside records that the next leader did not have, and
+    the process dies in the first write after the truncation.
     """
     disk = Disk()
     log = disk.open()
@@ -286,7 +293,7 @@ def test_a_log_that_was_cut_is_not_damaged() -> None:
 
 
 def test_what_a_deposed_leader_had_decided_and_not_written_is_undone() -> None:
-    """raft/log W2: else the next fetch would begin behind records that no other log has."""
+    """raft/log W2: otherwise its next fetch would begin behind records that no other log has."""
     disk = Disk()
     log = disk.open()
     before = log.end
@@ -301,7 +308,7 @@ def test_what_a_deposed_leader_had_decided_and_not_written_is_undone() -> None:
 
 
 async def _abandon(log: RaftLog[MetadataRecord]) -> None:
-    """A commit whose caller goes while the disk writes."""
+    """Cancel the caller of a commit while the disk writes."""
     commit = asyncio.get_running_loop().create_task(log.commit())
     await asyncio.sleep(0)
     await asyncio.sleep(0)
@@ -310,7 +317,7 @@ async def _abandon(log: RaftLog[MetadataRecord]) -> None:
 
 
 def test_a_write_whose_caller_goes_is_finished() -> None:
-    """A term that ends cancels what it waits for; the log must not wait for ever, too."""
+    """A term that ends cancels its waiting calls; the log must not wait for them without an end."""
     disk = Disk()
     log = disk.open()
     log.append([topic("abandoned")], 5)
@@ -354,7 +361,7 @@ def test_voters_that_are_undone_with_what_found_no_room_are_refused() -> None:
 
 
 def test_voters_that_find_no_room_are_refused() -> None:
-    """Their own write fails: the disk has what it had, and the node can go on."""
+    """The write of their record fails: the disk keeps its content, and the node continues."""
     disk = Disk()
     log = disk.open()
     one = log.voters.now
@@ -373,7 +380,7 @@ def test_voters_that_find_no_room_are_refused() -> None:
 
 
 def test_an_epoch_that_is_over_begins_no_more() -> None:
-    """Writes wait in a row: by the time of this one another may lead."""
+    """Writes wait in a queue: when this one runs, another node may lead."""
     disk = Disk()
     log = disk.open()
     end, me = log.end, log.quorum.me
@@ -382,7 +389,7 @@ def test_an_epoch_that_is_over_begins_no_more() -> None:
 
 
 class Turns:
-    """A clock that notes how many records were applied when the loop got its turn."""
+    """A clock that notes how many records were applied at each turn of the loop."""
 
     def __init__(self, clock: Any) -> None:
         self.applied = 0
@@ -403,7 +410,7 @@ class Turns:
 
 
 def test_a_replay_gives_way_to_votes() -> None:
-    """P1: of the log, and of a snapshot; the snapshot is also written so."""
+    """P1: replaying the log, and replaying or writing a snapshot, lets votes run in between."""
     disk = Disk()
     log = disk.open()
     for turn in range(3):
@@ -429,7 +436,7 @@ def test_a_replay_gives_way_to_votes() -> None:
 
 
 def test_a_directory_whose_log_is_short_is_still_that_of_another() -> None:
-    """Q1: who votes is in the snapshot, when nothing in the log says so any more."""
+    """Q1: the snapshot names the voters if no record of the log does any more."""
     disk = Disk()
     log = disk.open()
     generator = SnapshotGenerator(
@@ -452,8 +459,9 @@ def test_a_directory_whose_log_is_short_is_still_that_of_another() -> None:
 
 
 def test_one_that_was_made_while_a_later_one_was_loaded_is_not_kept() -> None:
-    """raft/log_writer W4: it would be kept, and the later one, behind which the log begins,
-    removed."""
+    """raft/log_writer W4: otherwise it would be kept, and the later one, behind which the log
+    begins, removed.
+    """
     disk = Disk()
     log = disk.open()
     files = log._files
@@ -475,8 +483,8 @@ def test_one_that_was_made_while_a_later_one_was_loaded_is_not_kept() -> None:
 
 
 def test_none_is_made_below_one_that_was_loaded() -> None:
-    """metadata/snapshot_generator K3: it was loaded while the maker looked whether one is due, and
-    the machine has not heard of it.
+    """metadata/snapshot_generator K3: the later snapshot was loaded while the generator checked
+    whether one is due; the machine does not know it yet.
     """
     disk = Disk()
     log = disk.open()

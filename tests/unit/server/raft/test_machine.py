@@ -1,4 +1,4 @@
-"""The quorum machine step by step; the histories are in test_machine_histories.py."""
+"""The quorum machine step by step; whole histories are in test_machine_histories.py."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def started(log: LogState, saved: Vote | None = None) -> tuple[Quorum, Sequence[
 
 
 def flat(effects: Sequence[Effect]) -> list[Effect]:
-    """Effects, with what follows on writes behind them."""
+    """Return the effects, including those that follow on writes."""
     found: list[Effect] = []
     for effect in effects:
         found.append(effect)
@@ -93,7 +93,7 @@ def leading(log: LogState) -> Quorum:
 
 
 def test_one_voter_elects_itself_at_once_by_the_general_case() -> None:
-    """Q4, raft/machine U1: the vote is SYNCED before it counts."""
+    """Q4, raft/machine U1: its vote is SYNCED before it counts."""
     quorum, effects = started(log_of(10, (7, 3), voters=(ME,)), Vote(7, 1, "d1"))
     (write,) = [e for e in effects if isinstance(e, Write)]
     assert write.ops == [SaveVote(Vote(8, 1, "d1"))]
@@ -114,7 +114,7 @@ def test_an_epoch_is_never_used_twice(saved: int, last: int, epoch: int) -> None
 
 
 def test_an_election_is_tried_out_before_an_epoch_is_spent_on_it() -> None:
-    """KIP-996."""
+    """KIP-996: pre-votes come before an election."""
     quorum, _ = started(log_of(0))
     effects = quorum.step(TimerFired(ELECTION), 5_000)
     assert [(ask.pre_vote, ask.epoch) for ask in sent(effects, VoteRequest)] == [(True, 0)] * 2
@@ -149,7 +149,7 @@ def test_one_vote_an_epoch_and_it_is_synced_first() -> None:
     [(4, 20, True), (4, 21, True), (5, 3, True), (4, 19, False), (3, 99, False)],
 )
 def test_a_vote_wants_a_log_as_long(last_epoch: int, log_end: int, expected: bool) -> None:
-    """Raft §5.4.1, for votes and for trials alike."""
+    """Raft §5.4.1, for votes and pre-votes alike."""
     for pre_vote in (False, True):
         quorum, _ = started(log_of(20, (1, 0), (4, 10)))
         ask = vote_for(B, 6, last_epoch=last_epoch, log_end=log_end, pre_vote=pre_vote)
@@ -158,7 +158,7 @@ def test_a_vote_wants_a_log_as_long(last_epoch: int, log_end: int, expected: boo
 
 
 def test_a_vote_for_the_directory_that_was_here_is_refused() -> None:
-    """Q1: an empty disk must not vote in the name of the lost one."""
+    """Q1: a node with an empty disk must not vote in the name of the lost disk."""
     quorum, _ = started(log_of(0))
     (reply,) = answers(quorum.step(vote_for(B, 3, to=Voter(1, "lost")), 0))
     assert not reply.granted
@@ -172,7 +172,7 @@ def following(now_ms: int = 0) -> Quorum:
 
 
 def test_who_hears_a_leader_wants_no_election() -> None:
-    """raft/machine U7: and says so only as long as it does hear."""
+    """raft/machine U7: it refuses pre-votes only as long as it is in contact with the leader."""
     quorum = following(1_000)
     (reply,) = answers(quorum.step(vote_for(C, 6, pre_vote=True), 2_000))
     assert (reply.granted, reply.leader) == (False, B)
@@ -189,7 +189,7 @@ def fetched(quorum: Quorum, status: FetchStatus, **more: Any) -> ReplyReceived:
 
 
 def test_a_follower_writes_before_it_says_that_it_holds() -> None:
-    """raft/machine U6, U1: nothing is fetched or claimed while the log is written."""
+    """raft/machine U6, U1: nothing is fetched or confirmed while the log is written."""
     quorum = following()
     effects = quorum.step(fetched(quorum, FetchStatus.DATA, end=25, high_watermark=24), 10)
     (write,) = [e for e in effects if isinstance(e, Write)]
@@ -235,7 +235,7 @@ def test_never_below_the_high_watermark() -> None:
 
 
 def test_only_the_answer_to_the_last_fetch_counts() -> None:
-    """A doubled answer would be appended twice, or start a second line of fetches."""
+    """A doubled answer would be appended twice, or start a second sequence of fetches."""
     quorum = following()
     old = fetched(quorum, FetchStatus.DATA, high_watermark=5)
     assert sent(quorum.step(old, 10), Fetch)
@@ -261,8 +261,9 @@ def fetch_of(
 
 
 def test_nothing_of_older_epochs_is_committed_alone() -> None:
-    """raft/machine U3 (Raft §5.4.2, figure 8): a majority holds them, and they may still be
-    overwritten."""
+    """raft/machine U3 (Raft §5.4.2, figure 8): a majority has the records, and they may still be
+    overwritten.
+    """
     quorum = leading(log_of(20, (1, 0), (4, 10)))
     epoch = quorum.epoch
     quorum.step(fetch_of(B, epoch, 20, 4), 0)
@@ -276,7 +277,7 @@ def test_nothing_of_older_epochs_is_committed_alone() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(21, 40)), max_size=30))
 def test_the_high_watermark_is_what_a_majority_holds(steps: list[tuple[int, int]]) -> None:
-    """raft/machine U2, against the naive definition."""
+    """raft/machine U2, compared with the naive definition."""
     quorum = leading(log_of(20, (1, 0), (4, 10)))
     epoch = quorum.epoch
     quorum.step(Synced(log_of(40, (1, 0), (4, 10), (epoch, 20))), 0)
@@ -350,7 +351,7 @@ def test_a_fetch_waits_for_news_and_not_for_ever() -> None:
 
 
 def test_voters_change_one_at_a_time_and_not_before_the_epoch_has_committed() -> None:
-    """KIP-853; without the second rule two majorities that do not meet may exist."""
+    """KIP-853: without the second rule two majorities without a common voter could exist."""
     quorum = leading(log_of(0))
     four = (ME, B, C, Voter(4, "d4"))
     change = say.VotersChange("ask", four)
@@ -393,7 +394,7 @@ def test_other_voters_are_confirmed_when_their_own_record_is_committed() -> None
 
 
 def test_who_is_out_by_a_record_that_nobody_else_has_leads_until_it_is_committed() -> None:
-    """Raft §4.2.2: B's log is shorter, so that it can never win, and it is the only voter."""
+    """Raft §4.2.2: B is the only voter, and with its shorter log it can never win an election."""
     voters = (VotersAt(NONE, (ME, B)), VotersAt(3, (B,)))
     log = LogState(4, (EpochStart(1, 0),), voters)
     quorum, _ = started(log)
@@ -423,7 +424,7 @@ def test_who_is_out_by_a_record_that_is_committed_never_stands(
 
 
 def test_what_a_snapshot_was_made_of_is_known_to_be_committed() -> None:
-    """Also where the log begins below it: it begins at the older of two."""
+    """This also holds if the log begins below the snapshot: it begins at the older of two."""
     older, newest = SnapshotId(5, 1), SnapshotId(8, 2)
     quorum, _ = started(log_of(10, (1, 0), (2, 6), base=older, snapshot=newest))
     assert quorum.high_watermark == 8

@@ -1,7 +1,8 @@
-"""The quorum machine in seeded histories: cuts, losses, power, snapshots, voters that come and go.
+"""The quorum machine in seeded histories: cuts, losses, power, snapshots, changes of voters.
 
-The judge of `quorum_world` looks after every event; here the worlds are run, healed and asked
-whether they live.  `PK_QUORUM_SEEDS=N` runs N seeds instead of the usual few.
+The judge of `quorum_world` checks after every event.  The tests here run the worlds, end the
+faults, and check that the quorum works again.  `PK_QUORUM_SEEDS=N` runs N seeds instead of the
+usual few.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ SEEDS = int(os.environ.get("PK_QUORUM_SEEDS", "40"))
 
 
 def history(seed: int) -> World:
-    """A minute of faults, half a minute without."""
+    """Run a minute with faults, then half a minute without."""
     world = World(seed, voters=[1, 3, 3, 5][seed % 4])
     rng = world.rng
     until = 60_000

@@ -1,4 +1,4 @@
-"""How snapshots and the log fit when the metadata directory is opened."""
+"""How snapshots and the log fit together when the metadata directory is opened."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NOW = 5
 
 
 def log_of(storage: SimStorage, *epochs: int, start: int | None = None) -> PartitionLog:
-    """A log of one record in each of `epochs`, beside a vote as old as it can be."""
+    """Return a log with one record in each of `epochs`, beside a vote from before all of them."""
     storage.replace_file(QUORUM_STATE, first_state())
     log = recovery._open(storage, RULES, NOW, synced_end=0, log_start=start)
     for epoch in epochs:
@@ -54,8 +54,9 @@ def put(storage: SimStorage, made: SnapshotId, suffix: str = "", *, damaged: boo
 
 
 def test_a_log_that_was_being_replaced_begins_anew_with_nothing_of_what_it_was() -> None:
-    """raft/snapshot_files F2: an epoch that only the old log had would refuse what the leader
-    sends."""
+    """raft/snapshot_files F2: an epoch that only the old log had would refuse the leader's
+    records.
+    """
     storage = SimStorage("m")
     log_of(storage, 1, 2, 9, 9)
     put(storage, SnapshotId(3, 2))
@@ -132,7 +133,7 @@ def batches_in(storage: SimStorage) -> list[tuple[int, batches.Header]]:
 
 @pytest.mark.parametrize("newest", ["whole", "damaged"])
 def test_damage_below_a_snapshot_is_no_torn_tail(newest: str) -> None:
-    """raft/recovery O2: what a vote says that was SYNCED is as old as the vote, 0 here."""
+    """raft/recovery O2: the synced end in the vote's file is as old as the vote, 0 here."""
     storage = SimStorage("m")
     log_of(storage, *[1] * 8)
     put(storage, SnapshotId(5, 1), damaged=newest == "damaged")
@@ -164,7 +165,7 @@ def test_a_damaged_record_below_a_snapshot_keeps_those_behind_it() -> None:
 
 
 def test_a_log_that_ends_below_a_snapshot_is_refused() -> None:
-    """raft/recovery O2: and one that is gone."""
+    """raft/recovery O2: and so is a log that is missing."""
     storage = SimStorage("m")
     log_of(storage, *[1] * 4)
     put(storage, SnapshotId(5, 1))
@@ -195,7 +196,7 @@ def test_the_log_begins_at_the_older_of_two() -> None:
 
 
 def test_no_flipped_bit_of_the_vote_is_believed() -> None:
-    """Q5: epoch, voted_for and synced_end among them."""
+    """Q5: this includes epoch, voted_for and synced_end."""
     storage = SimStorage("m")
     whole = state_bytes(Vote(17, 1, "d"), 40)
     for at in range(len(whole)):
@@ -229,8 +230,9 @@ def test_a_vote_without_a_checksum_is_not_believed() -> None:
 
 @pytest.mark.parametrize("snapshot_end", [0, 5])
 def test_records_without_a_vote_lose_none(snapshot_end: int) -> None:
-    """raft/recovery O4: a whole log is opened, and says that its vote is lost; nothing is torn, so
-    nothing is cut."""
+    """raft/recovery O4: an undamaged log is opened and reports that its vote is lost; nothing is
+    torn, so nothing is cut.
+    """
     storage = SimStorage("m")
     log_of(storage, *[1] * 8)
     if snapshot_end:
@@ -249,7 +251,7 @@ def test_records_without_a_vote_lose_none(snapshot_end: int) -> None:
 
 
 def test_a_beginning_has_no_vote_to_lose() -> None:
-    """A node that died between the first segment and its first vote begins as before."""
+    """A node that died between its first segment and its first vote begins as before."""
     storage = SimStorage("m")
     assert not recover(storage, RULES, NOW).vote_lost
     assert storage.list(LOG_DIR)
@@ -257,7 +259,7 @@ def test_a_beginning_has_no_vote_to_lose() -> None:
 
 
 def test_a_fetched_snapshot_without_a_vote_is_refused() -> None:
-    """Q5: another voter sent it."""
+    """Q5: the snapshot came from another voter, so there was a vote."""
     storage = SimStorage("m")
     log_of(storage, 1, 1)
     put(storage, SnapshotId(10, 5), ".load")

@@ -1,5 +1,6 @@
-"""raft/request_handler A2: what a leader names to a voter that is behind, once it cannot be handed
-out."""
+"""raft/request_handler A2: the snapshot that a leader names to a voter that is behind, once that
+snapshot cannot be sent.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def closed() -> Iterator[None]:
 
 
 def test_a_snapshot_that_is_found_damaged_is_not_named_again() -> None:
-    """Nothing is appended meanwhile, which would have told the machine what is there."""
+    """No record is appended meanwhile; an append would have shown the machine the present
+    snapshots.
+    """
     disk = Disk()
     log = disk.open()
     generator = SnapshotGenerator(

@@ -1,6 +1,4 @@
-"""Room that a full disk leaves to the metadata: held while there is room, given up when there is
-none.
-"""
+"""Disk space reserved for the metadata: kept while there is space, given up on a full disk."""
 
 from __future__ import annotations
 
@@ -93,7 +91,7 @@ def test_other_failures_leave_the_reserve() -> None:
 
 
 def test_a_vote_waits_for_room_and_a_started_node_has_some() -> None:
-    """It is saved before it is sent; a full disk is no end of the process."""
+    """The vote is saved before it is sent; a full disk does not end the process."""
     disk = Disk()
     log = disk.open()
     vote = Vote(7, 1, "d")

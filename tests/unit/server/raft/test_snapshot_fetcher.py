@@ -1,5 +1,6 @@
-"""Fetching a leader's snapshot piece by piece: raft/snapshot_fetcher D1 to D3, against a leader
-that is a script."""
+"""Fetching a leader's snapshot piece by piece: raft/snapshot_fetcher D1 to D3, with a scripted
+leader.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def made(seed: int) -> tuple[SnapshotId, bytes]:
 
 
 class Scene:
-    """A loader, and what the leader has; `spoil` changes an answer."""
+    """A fetcher, and the leader's snapshots; `spoil` changes an answer."""
 
     def __init__(self, visit_ms: int = 10_000) -> None:
         self.sim = SimWorld(1)
@@ -94,7 +95,9 @@ def test_a_visit_is_bounded_and_the_next_goes_on_where_it_stopped() -> None:
 
 
 def test_it_goes_on_with_what_was_begun_though_a_newer_one_is_offered(scene: Scene) -> None:
-    """Else a leader that makes them faster than they are fetched would never be caught up with."""
+    """Otherwise a follower would never catch up with a leader that makes snapshots faster than they
+    are fetched.
+    """
     (old, raw), (new, _) = made(1), made(2)
     scene.has[old] = raw
     assert scene.visit(old, follows=lambda: len(scene.asked) < 2) is None
@@ -121,7 +124,7 @@ def test_what_the_log_has_passed_is_not_gone_on_with(scene: Scene) -> None:
 
 
 def test_a_visit_ends_with_its_leader(scene: Scene) -> None:
-    """raft/snapshot_fetcher D2: also when the last piece has come."""
+    """raft/snapshot_fetcher D2: even if the last piece has arrived."""
     known, raw = made(1)
     scene.has[known] = raw
     assert scene.visit(known, follows=lambda: len(scene.asked) < 3) is None
