@@ -61,6 +61,7 @@ class NewPartition(NamedTuple):
     again: bool = False  #: an earlier attempt to create or open it failed, or it was a stray
     genesis: str = ""  #: id of the metadata log that knows the partition
     created: Offset = NONE  #: the offset that the metadata log had reached
+    directory_id: str = ""  #: of the directory that the metadata name for it; "" = any (rule R11)
 
     @property
     def key(self) -> PartitionKey:
@@ -107,10 +108,10 @@ async def homes(
     wanted: Mapping[str, NewPartition],
 ) -> list[Directory | errors.PkError]:
     """Choose a directory for each of `wanted`, by path: the directory where the partition already
-    stands (N5), else the one with the fewest partitions, then the most free space.  The value is an
-    error if there is none.  `taken`: the directory of each partition.  A directory that fails
-    meanwhile counts as failed (log/manager M4).  Raises `StorageFailed` if no other directory is
-    left.
+    stands (N5), else the directory in its record (rule R11), else the directory with the fewest
+    partitions, then the most free space.  The value is an error if there is none.  `taken`: the
+    directory of each partition.  A directory that fails meanwhile counts as failed (log/manager
+    M4).  Raises `StorageFailed` if no other directory is left.
     """
     lost = [(each.disk.storage.root, each.failed) for each in directories if each.failed]
     if not lost and len(directories) == 1:
@@ -138,6 +139,9 @@ async def homes(
             told = f"{where}, so it is taken to be in {root}, which failed: {why}"
             chosen.append(errors.StorageFailed(told, directory=root))
             continue
+        if home is None and new.directory_id:
+            named = [each for each in usable if each.directory_id == new.directory_id]
+            home = named[0] if named else None
         if home is None:
             best = min((counts[id(each)], -free[at], at) for at, each in enumerate(usable))
             home = usable[best[2]]

@@ -31,7 +31,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from pk import errors, formats
-from pk.log import creation, identity
+from pk.log import copies, creation, identity
 from pk.log import directory as files
 from pk.log.checkpointing import Checkpointer, OpenLogs
 from pk.log.creation import LogOrError, NewPartition, Site
@@ -90,6 +90,7 @@ class LogManager:
         self._strays = Strays()
         #: Whether the metadata say that the log of this identity is no longer needed (M5).
         self.gone: Callable[[Identity], bool] = lambda found: False
+        self.named: Callable[[PartitionKey], str] = lambda key: ""  #: its directory's id (R11)
         self.restored: dict[str, str] = {}  #: directories with a restored identity, and why
         #: Replicas that an operator adopted or discarded; the cluster has not confirmed it yet.
         self.operator_marked: dict[PartitionKey, None] = {}
@@ -220,15 +221,15 @@ class LogManager:
                 now_ms = self._world.clock.wall_ms()
                 await self._strays.note(directory, path, found, now_ms)
                 return None
+            if older := await copies.older(self.directories, directory, path, self.named(key)):
+                return PartitionKey(name, NONE), older
             with formats.named(f"{storage.root}/{path}"):
                 log = await directory.disk.read(
                     partial(self._open_log, directory, path, tp, key.topic_id, config)
                 )
             if key in self._logs:  # checked now: the directories load in parallel
                 await directory.disk.write(partial(log.close, False))
-                raise errors.CorruptLog(
-                    f"{tp} stands in two directories: {storage.root} and another"
-                )
+                raise copies.second(tp, storage.root)
         except (errors.PkError, OSError) as error:
             directory.not_opened(key, error)
             return key, error

@@ -35,6 +35,7 @@ from google.protobuf.message import Message
 from pk import errors, formats
 from pk.backoff import Backoff, equal_jitter, exponential_ms
 from pk.server.broker.controller_search import ControllerSearch
+from pk.server.replica.directory_reports import DirectoryReports
 from pk.server.replica.offline_reports import OfflineReports
 from pk.tasks import TaskRegistry
 from pk.types import NONE, NodeId, PartitionKey
@@ -135,6 +136,7 @@ class BrokerLifecycleManager:
         self.want_shutdown = False
         self.may_shut_down = asyncio.Event()
         self.offline_reports = OfflineReports()
+        self.directory_reports = DirectoryReports()
         self._contact_ms: int | None = None
         self._tasks = TaskRegistry()
         self._started = False
@@ -354,6 +356,7 @@ class BrokerLifecycleManager:
                     positions=self._positions(asked),
                     offline_replicas=offline,
                     unfit=self._unfit(),
+                    directories=self.directory_reports.listed(),
                     clock=None if self._clocks is None else self._clocks.reading(),
                 ),
                 self._patience_ms(),

@@ -479,6 +479,9 @@ class MetadataPublisher:
         """Make this broker leader or follower of `partition`, or neither, as `state` requires."""
         core = self._core
         core.corruption.settle(partition, state)
+        key, directory = partition.key, core.manager.directory_of(partition.key)
+        named = state.directory_of(core.node_id)
+        core.lifecycle.directory_reports.note(key, named, directory.directory_id)  # R11
         if state.leader != core.node_id or not self.registered():
             leads_elsewhere = state.leader != core.node_id
             if partition.leader is not None and partition.tiered:
@@ -555,6 +558,7 @@ class MetadataPublisher:
         await self.discard(partition.key, str(partition))
 
     async def discard(self, key: PartitionKey, partition: str) -> None:
+        self._core.lifecycle.directory_reports.forget(key)
         try:
             await self._core.manager.delete(key)
         except errors.PkError as error:

@@ -168,7 +168,8 @@ class BrokerNode:
 
     def _identity(self) -> BrokerIdentity:
         run, directories = self.run, self._manager.directories
-        epochs = {each.previous_broker_epoch for each in directories}
+        there = [each for each in directories if each.failure is None]  # R11: at least one
+        epochs = {each.previous_broker_epoch for each in there}
         return BrokerIdentity(
             node_id=run.node_id,
             cluster_id=run.cluster_id,
@@ -179,7 +180,8 @@ class BrokerNode:
             directory_ids=tuple(each.directory_id for each in directories if each.directory_id),
             # The controller compares the boot id with its own record.
             # All closed by one process: one that was restored from an older copy has another epoch.
-            clean_shutdown=all(each.closed_properly for each in directories) and len(epochs) == 1,
+            # A directory that failed is missing, and costs only the replicas that lay in it.
+            clean_shutdown=all(each.closed_properly for each in there) and len(epochs) == 1,
             previous_broker_epoch=max(epochs),
             format_level=run.format_level,
         )

@@ -1,8 +1,8 @@
 """Decisions about brokers: registration, heartbeats, fencing, controlled shutdown, ISR changes.
 
-Rules: L3 (what survived a restart), Q2 (unfenced only when its image holds its registration), R2
-(who may join an ISR), R3 (recovery elections), R7 (a lost session fences).  Each function reads
-the image and returns a `Decision`; the elections are in `elections.py`.
+Rules: L3 and R11 (what survived a restart), Q2 (unfenced only when its image holds its
+registration), R2 (who may join an ISR), R3 (recovery elections), R7 (a lost session fences).  Each
+function reads the image and returns a `Decision`; the elections are in `elections.py`.
 
 A replica that its broker reports as offline (rules L2, L9, L15) is treated like a replica that may
 have lost its data: a record removes it from ISR and ELR before its broker is unfenced.  The offline
@@ -68,10 +68,11 @@ def register(image: MetadataImage, rules: Rules, command: Register) -> Out:
             f"broker {request.broker_id} is alive with another process; use another node_id"
         )
     require_known(image, request)
-    clean = _survived(old, request)
+    survived = _survived(old, request)
+    clean = survived is None
     who = request.broker_id
     batch = BatchedDecision(image, rules, LeaderEligibility(image, command.reports, leaving=who))
-    if not batch.all_of(who, _fences(who) if clean else _loses(who)):
+    if not batch.all_of(who, _fences_survivors(who, survived)):
         return decision(More(), batch.bodies, batch.effects)
     epoch = image.offset + 1
     record = wire.RegisterBrokerRecord(
@@ -100,20 +101,25 @@ def _same(old: BrokerState, request: wire.RegisterBrokerRequest) -> bool:
     )
 
 
-def _survived(old: BrokerState | None, request: wire.RegisterBrokerRequest) -> bool:
-    """Whether everything the broker had WRITTEN is still there (rule L3).
+def _survived(
+    old: BrokerState | None, request: wire.RegisterBrokerRequest
+) -> frozenset[str] | None:
+    """Return the directories in which everything that the broker had WRITTEN is still there.
 
-    It is if the process is the same, if the boot is the same (the page cache outlived the process),
-    or if the clean-shutdown file names exactly the registration that the controller knows.  It is
-    not if a directory is missing.
+    None = nothing was lost anywhere.  The content survived (rule L3) if the process is the same, if
+    the boot is the same (the page cache outlived the process), or if the clean-shutdown file names
+    exactly the registration that the controller knows.  Otherwise no directory did.  A directory
+    that is missing now costs the replicas that lay in it, and those without a named directory, as
+    they may have lain there (rule R11).
     """
     if old is None:
-        return True  # no partition names this broker, so it cannot have lost data
-    if not set(old.directory_ids) <= set(request.directory_ids):
-        return False
-    if old.incarnation_id == request.incarnation_id or old.boot_id == request.boot_id:
-        return True
-    return request.clean_shutdown and request.previous_broker_epoch == old.broker_epoch
+        return None  # no partition names this broker, so it cannot have lost data
+    same = old.incarnation_id == request.incarnation_id or old.boot_id == request.boot_id
+    closed = request.clean_shutdown and request.previous_broker_epoch == old.broker_epoch
+    if not same and not closed:
+        return frozenset()
+    here = frozenset(request.directory_ids)
+    return None if here.issuperset(old.directory_ids) else here.intersection(old.directory_ids)
 
 
 def heartbeat(image: MetadataImage, rules: Rules, command: Heartbeat) -> Out:
@@ -153,6 +159,7 @@ def heartbeat(image: MetadataImage, rules: Rules, command: Heartbeat) -> Out:
             seen = request.metadata_offset >= broker.changed_offset
             reply.may_shut_down = broker.fenced or seen
         _news(batch, who, offline, command.retry)
+        _name_directories(batch, broker, request)
     for key in wanted(image, command.reports, who, command.unclean) if caught_up else ():
         reply.report_positions.add(topic_id=key.topic_id, partition=key.partition)
     return decision(reply, batch.bodies, batch.effects)
@@ -178,6 +185,24 @@ def _news(
         state = batch.cluster.image.partition(key)
         if key not in offline and state is not None and state.leader == NONE and not batch.full:
             batch.visit_key(key)
+
+
+def _name_directories(
+    batch: BatchedDecision, broker: BrokerState, request: wire.BrokerHeartbeatRequest
+) -> None:
+    """Record the directories in which the broker's replicas lie (rule R11, KIP-858).
+
+    Changes for which the decision has no room are made by the next heartbeat.
+    """
+    who = broker.broker_id
+    for each in request.directories:
+        key = PartitionKey(each.topic_id, each.partition)
+        state = batch.cluster.image.partition(key)
+        if state is None or who not in state.replicas or batch.full:
+            continue
+        known = each.directory_id in broker.directory_ids
+        if known and each.directory_id != state.directory_of(who):
+            batch.visit_key(key, _names(who, each.directory_id))
 
 
 def fence(image: MetadataImage, rules: Rules, command: Fence) -> Out:
@@ -316,7 +341,8 @@ def _check_eligible(
 
     Refused are brokers that are fenced, draining or registered again, and offline replicas.  A
     broker that has sent no heartbeat in this term is refused too: the controller does not know yet
-    which of its replicas are offline.
+    which of its replicas are offline.  So is a replica whose named directory its broker no longer
+    has, until the broker names the one in which it was created again (rule R11).
     """
     epochs = list(item.isr_broker_epochs)
     for index, member in enumerate(item.new_isr):
@@ -326,7 +352,9 @@ def _check_eligible(
         known = epochs[index] if index < len(epochs) else None
         may_join = broker is not None and known == broker.broker_epoch
         heard = cluster.report(member) is not None
-        if not may_join or not heard or not cluster.eligible(member, key):
+        named = state.directory_of(member)
+        placed = broker is not None and (not named or named in broker.directory_ids)
+        if not (may_join and heard and placed and cluster.eligible(member, key)):
             raise errors.IneligibleReplica(f"broker {member} may not join the ISR now")
 
 
@@ -343,6 +371,21 @@ def _fences(who: NodeId, offline: Container[PartitionKey] = ()) -> StepOf:
         return fenced if who in state.isr else None
 
     return step_of
+
+
+def _fences_survivors(who: NodeId, survived: Container[str] | None) -> StepOf:
+    """The step that fences `who`, and removes its replicas outside of `survived` as lost."""
+    lost, fenced = _loses(who), _fences(who)
+
+    def step_of(key: PartitionKey, state: PartitionState) -> Step | None:
+        whole = survived is None or state.directory_of(who) in survived
+        return fenced(key, state) if whole else lost(key, state)
+
+    return step_of
+
+
+def _names(who: NodeId, directory_id: str) -> Step:
+    return lambda builder: builder.name_directory(who, directory_id)
 
 
 def _loses(who: NodeId) -> StepOf:

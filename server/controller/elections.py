@@ -345,13 +345,33 @@ class PartitionChangeBuilder:
         R2).
         """
         gone = any(member not in replicas for member in self.now.replicas)
-        now = replace(self.now, replicas=replicas, adding=adding, removing=removing)
+        now = replace(
+            self.now,
+            replicas=replicas,
+            adding=adding,
+            removing=removing,
+            directories=tuple(self._directory_of(each, cluster.image) for each in replicas),
+        )
         if now.leader != NONE and gone:
             now = replace(now, leader=now.leader if now.leader in replicas else NONE)
             self.led_anew = True
         self.now = now
         self._set_isr([member for member in now.isr if member in replicas], lost=())
         self.elect(cluster)
+
+    def _directory_of(self, member: NodeId, image: MetadataImage) -> str:
+        """The directory that is named for a replica; that of a new one if its broker has one."""
+        if member in self.now.replicas:
+            return self.now.directory_of(member)
+        return image.only_directory(member)
+
+    def name_directory(self, member: NodeId, directory_id: str) -> None:
+        """Note the directory that holds this replica (rule R11)."""
+        now = self.now
+        named = now.directories or ("",) * len(now.replicas)
+        both = zip(now.replicas, named, strict=True)
+        names = tuple(directory_id if each == member else name for each, name in both)
+        self.now = replace(now, directories=names)
 
     def complete(self, cluster: LeaderEligibility, *, force: bool = False) -> bool:
         """Complete a reassignment whose new replicas are all in sync (rule R8).
@@ -394,6 +414,8 @@ class PartitionChangeBuilder:
                 field: wire.IntList = getattr(change, name)
                 field.SetInParent()  # an empty list is a change, too
                 field.values.extend(members)
+        if now.directories != before.directories:
+            change.directories.extend(now.directories)
         if self.led_anew:
             change.leader = now.leader
         return change

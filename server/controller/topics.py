@@ -157,6 +157,7 @@ def _new_partition(
         topic_id=topic_id,
         partition=number,
         replicas=replicas,
+        directories=[image.only_directory(member) for member in replicas],
         isr=[member for member in replicas if image.available(member)],
         leader=replicas[0],
         leader_epoch=0,

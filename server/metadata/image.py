@@ -15,6 +15,7 @@ Invariants (checked by `check`, which tests and the simulator call after every r
   I5  `assigned` and `leaderless` are indexes over the partitions.  With them a decision about one
       broker costs as much as the broker has partitions, not as the cluster has.
   I6  `purges` names deleted topics only, at most PURGES_MAX.
+  I7  `directories` is parallel to the replicas, or empty in a state without names.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class PartitionState:
     last_known: tuple[NodeId, ...] = ()
     adding: tuple[NodeId, ...] = ()
     removing: tuple[NodeId, ...] = ()
+    #: The id of each replica's data directory, parallel to `replicas`; "" = not named yet (R11).
     directories: tuple[str, ...] = ()
     unclean: bool = False
     unclean_epoch: int = NONE  #: the last such leader epoch; followers may truncate for it (R4)
@@ -63,6 +65,12 @@ class PartitionState:
             self.replicas, isr, leader, self.leader_epoch, self.partition_epoch, elr, last_known,
             self.adding, self.removing, self.directories, self.unclean, self.unclean_epoch,
         )  # fmt: skip
+
+    def directory_of(self, member: NodeId) -> str:
+        """Return the id of the directory of this replica; "" = the metadata do not name it."""
+        if not self.directories or member not in self.replicas:
+            return ""
+        return self.directories[self.replicas.index(member)]
 
     @property
     def original(self) -> tuple[NodeId, ...]:
@@ -152,6 +160,8 @@ class MetadataImage:
         default_factory=dict, repr=False, compare=False
     )
     leaderless: dict[PartitionKey, int] = field(default_factory=dict, repr=False, compare=False)
+    #: Ids of directories, each once: many partitions name the same ones.
+    _ids: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -184,6 +194,12 @@ class MetadataImage:
     def available(self, broker_id: NodeId) -> bool:
         broker = self.brokers.get(broker_id)
         return broker is not None and broker.available
+
+    def only_directory(self, broker_id: NodeId) -> str:
+        """Return the directory of a broker that has one; "" if it chooses among several (R11)."""
+        broker = self.brokers.get(broker_id)
+        directories = () if broker is None else broker.directory_ids
+        return directories[0] if len(directories) == 1 else ""
 
     def topic_config(self, name: str, static: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return every setting of a topic: its own over the cluster's over `static` (the
@@ -294,7 +310,7 @@ class MetadataImage:
             last_known=tuple(record.last_known),
             adding=tuple(record.adding),
             removing=tuple(record.removing),
-            directories=tuple(record.directories),
+            directories=tuple(self._ids.setdefault(each, each) for each in record.directories),
             unclean=record.unclean,
             unclean_epoch=record.unclean_epoch if record.HasField("unclean_epoch") else NONE,
         )
@@ -354,7 +370,7 @@ class MetadataImage:
     # -- invariants --------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Assert I1, I2, I3, I5 and I6."""
+        """Assert I1, I2, I3, I5, I6 and I7."""
         for broker in self.brokers.values():
             assert broker.broker_epoch <= self.offset, broker  # I3
         assert not self.purges.keys() & self.topics.keys(), self.purges  # I6
@@ -368,6 +384,7 @@ class MetadataImage:
             assert set(state.last_known) <= replicas, story
             assert not isr & elr, story  # I2
             assert not set(state.last_known) & (isr | elr), story
+            assert len(state.directories) in (0, len(state.replicas)), story  # I7
             key = PartitionKey(topic.topic_id, number)
             assert (state.leader == NONE) == (key in self.leaderless), story  # I5
             holders = [b for b, held in self.assigned.items() if number in held.get(key[0], {})]

@@ -53,7 +53,7 @@ class ReplicaCreator:
     async def load(self) -> None:
         """Open the logs of every partition the image gives this broker."""
         core = self._core
-        core.manager.gone = self._gone
+        core.manager.gone, core.manager.named = self._gone, self._named
         problems = await core.manager.load(self._config_of)
         for where, why in core.manager.restored.items():
             core.warn("identity_restored", directory=where, why=why)
@@ -115,6 +115,11 @@ class ReplicaCreator:
             return False
         state = image.partition(found.key)
         return state is None or core.node_id not in state.replicas
+
+    def _named(self, key: PartitionKey) -> str:
+        """The directory that the image names for the replica here; "" = none (rule R11)."""
+        state = self._publisher.image.partition(key)
+        return "" if state is None else state.directory_of(self._core.node_id)
 
     def _keep(self, where: str, why: str) -> None:
         self._core.metrics.kept_directories.inc()
@@ -211,7 +216,9 @@ class ReplicaCreator:
     def _new(self, key: PartitionKey, config: LogConfig, again: bool = False) -> NewPartition:
         image = self._publisher.image
         tp = TopicPartition(image.topics[key.topic_id].name, key.partition)
-        return NewPartition(tp, key.topic_id, config, again, image.genesis, image.offset)
+        return NewPartition(
+            tp, key.topic_id, config, again, image.genesis, image.offset, self._named(key)
+        )
 
     async def clear_operator_mark(self, key: PartitionKey) -> None:
         """Remove an operator's mark from a replica that has left ISR and ELR (N5).

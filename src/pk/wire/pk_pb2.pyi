@@ -2564,6 +2564,7 @@ class BrokerHeartbeatRequest(_message.Message):
     POSITIONS_FIELD_NUMBER: _builtins.int
     OFFLINE_REPLICAS_FIELD_NUMBER: _builtins.int
     UNFIT_FIELD_NUMBER: _builtins.int
+    DIRECTORIES_FIELD_NUMBER: _builtins.int
     CLOCK_FIELD_NUMBER: _builtins.int
     broker_id: _builtins.int
     broker_epoch: _builtins.int
@@ -2585,6 +2586,10 @@ class BrokerHeartbeatRequest(_message.Message):
         """replicas here that can be served and should not lead (L16)"""
 
     @_builtins.property
+    def directories(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaDirectory]:
+        """replicas here whose directory the metadata do not name yet (R11)"""
+
+    @_builtins.property
     def clock(self) -> Global___ClockReading:
         """L10"""
 
@@ -2600,15 +2605,41 @@ class BrokerHeartbeatRequest(_message.Message):
         positions: _abc.Iterable[Global___ReplicaPosition] | None = ...,
         offline_replicas: _abc.Iterable[Global___FetchPartition] | None = ...,
         unfit: _abc.Iterable[Global___Unfit] | None = ...,
+        directories: _abc.Iterable[Global___ReplicaDirectory] | None = ...,
         clock: Global___ClockReading | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["clock", b"clock"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["broker_epoch", b"broker_epoch", "broker_id", b"broker_id", "clock", b"clock", "metadata_offset", b"metadata_offset", "offline_directories", b"offline_directories", "offline_replicas", b"offline_replicas", "positions", b"positions", "unfit", b"unfit", "want_fence", b"want_fence", "want_shutdown", b"want_shutdown"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["broker_epoch", b"broker_epoch", "broker_id", b"broker_id", "clock", b"clock", "directories", b"directories", "metadata_offset", b"metadata_offset", "offline_directories", b"offline_directories", "offline_replicas", b"offline_replicas", "positions", b"positions", "unfit", b"unfit", "want_fence", b"want_fence", "want_shutdown", b"want_shutdown"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BrokerHeartbeatRequest: _TypeAlias = BrokerHeartbeatRequest  # noqa: Y015
+
+@_typing.final
+class ReplicaDirectory(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_ID_FIELD_NUMBER: _builtins.int
+    PARTITION_FIELD_NUMBER: _builtins.int
+    DIRECTORY_ID_FIELD_NUMBER: _builtins.int
+    topic_id: _builtins.str
+    partition: _builtins.int
+    directory_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        topic_id: _builtins.str = ...,
+        partition: _builtins.int = ...,
+        directory_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory_id", b"directory_id", "partition", b"partition", "topic_id", b"topic_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicaDirectory: _TypeAlias = ReplicaDirectory  # noqa: Y015
 
 @_typing.final
 class Unfit(_message.Message):

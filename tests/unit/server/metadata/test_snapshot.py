@@ -76,7 +76,7 @@ def test_a_field_that_is_added_to_the_image_is_added_to_the_snapshot() -> None:
     assert [each.name for each in fields(MetadataImage)] == [
         "offset", "cluster_id", "genesis", "brokers", "topics", "topic_ids", "configs",
         "next_producer_id", "features", "leader_id", "leader_epoch", "voters", "purges",
-        "assigned", "leaderless",
+        "assigned", "leaderless", "_ids",
     ]  # fmt: skip
     topic = ["name", "topic_id", "partitions", "request_id"]
     assert [each.name for each in fields(TopicState)] == topic
