@@ -31,13 +31,7 @@ from pk.client.futures import SendFuture
 from pk.client.metadata import TopicMetadata
 from pk.client.partitioner import Sticky, ordered_by_partition, place
 from pk.client.record_set import Headers, OnDelivery, RecordSet, RecordSlice
-from pk.client.rows import (
-    RECORD_OVERHEAD,
-    batch_limit,
-    cuts_by_size,
-    size_of,
-    sizes,
-)
+from pk.client.rows import RECORD_OVERHEAD, batch_limit, cuts_by_size, size_of, sizes
 from pk.client.waiting import Monitor, SpinLock
 from pk.clock import Clock
 from pk.types import NONE
@@ -113,11 +107,12 @@ class RecordAccumulator:
         self.batch_size: int = options["batch_size"]
         self._size_max: int = min(options["max_request_size"], pool.limit)
         self._linger_ms: float = options["linger_ms"]
+        #: the size of a record set
         self._set_bytes = min(self.batch_size, max(pool.limit // 4, 1024))
         self._sticky = sticky  #: under `_sticky_lock`
         self._sticky_lock = threading.Lock()
         self._pool = pool
-        self._monitor = monitor  #: the size of a record set
+        self._monitor = monitor
         self._clock = clock
         self.lock = SpinLock()
         self.tokens = self.lock.tokens  #: for the fast path of `send`
@@ -256,47 +251,48 @@ class RecordAccumulator:
         """
         limit = batch_limit(self.batch_size, topic.configs)
         keyless = chosen is None and rows.column("key").null_count == rows.num_rows
-        whole = records.size or size_of(rows)
-        reserved = bool(records.size)
+        reserved = records.size  # 0 = nothing yet
+        whole = reserved or size_of(rows)
         if keyless and whole is not None and whole <= min(limit, self._size_max):
-            records.size = whole
-            partition = self._turn(topic, available, whole)
-            records.split([RecordSlice(records, partition, 0, rows, whole)])
-            return
-        row_sizes = sizes(rows)
-        if not reserved and int(row_sizes.max()) > self._size_max:
-            raise errors.RecordTooLarge(
-                f"{self.topic}: a record of {int(row_sizes.max())} bytes; "
-                f"max_request_size and buffer_memory allow {self._size_max}"
-            )
-        if keyless:
-            runs = [(NONE, 0, rows.num_rows)]
+            slices = [RecordSlice(records, NONE, 0, rows.num_rows, rows, whole)]
         else:
-            total = whole if whole is not None else int(row_sizes.sum())
-            with self._sticky_lock:
-                partitions = place(rows, chosen, topic.partitions, self._sticky, available, total)
-            rows, order, runs = ordered_by_partition(rows, partitions)
-            if order is not None:
-                row_sizes = row_sizes[order]
-                records.order, records.inverse = order, np.empty(len(order), np.int64)
-                records.inverse[order] = np.arange(len(order))
-        slices = []
-        for partition, first, end in runs:
-            cuts = [first + cut for cut in cuts_by_size(row_sizes[first:end], limit)]
-            for start, stop in itertools.pairwise([first, *cuts]):
-                part, size = rows.slice(start, stop - start), int(row_sizes[start:stop].sum())
-                slices.append(RecordSlice(records, partition, start, part, size))
-        if reserved:  # the slices must release exactly the bytes that were reserved
-            slices[-1].size += records.size - sum(each.size for each in slices)
+            row_sizes = sizes(rows)
+            if not reserved:
+                check_size(self.topic, int(row_sizes.max()), self._size_max)
+            runs = [(NONE, 0, rows.num_rows)]
+            if not keyless:
+                total = whole if whole is not None else int(row_sizes.sum())
+                with self._sticky_lock:
+                    placed = place(rows, chosen, topic.partitions, self._sticky, available, total)
+                rows, order, runs = ordered_by_partition(rows, placed)
+                if order is not None:
+                    row_sizes = row_sizes[order]
+                    records.order, records.inverse = order, np.empty(len(order), np.int64)
+                    records.inverse[order] = np.arange(len(order))
+            slices = []
+            for partition, first, end in runs:
+                cuts = [first + cut for cut in cuts_by_size(row_sizes[first:end], limit)]
+                for start, stop in itertools.pairwise([first, *cuts]):
+                    part, size = rows.slice(start, stop - start), int(row_sizes[start:stop].sum())
+                    slices.append(RecordSlice(records, partition, start, stop - start, part, size))
         records.size = sum(each.size for each in slices)
+        if reserved:  # the slices must release exactly the bytes that were reserved
+            slices[-1].size += reserved - records.size
+            records.size = reserved
         for each in slices if keyless else ():
-            each.partition = self._turn(topic, available, each.size)
+            with self._sticky_lock:
+                single = topic.partitions == 1
+                each.partition = 0 if single else self._sticky.take(available, each.size)
         records.split(slices)
 
-    def _turn(self, topic: TopicMetadata, available: Sequence[int], size: int) -> int:
-        """Return the partition for `size` bytes of records without a key."""
-        with self._sticky_lock:
-            return 0 if topic.partitions == 1 else self._sticky.take(available, size)
+
+def check_size(topic: str, size: int, size_max: int) -> None:
+    """Raise `RecordTooLarge` if a record of `size` bytes exceeds the producer's `size_max`."""
+    if size > size_max:
+        raise errors.RecordTooLarge(
+            f"{topic}: a record of {size} bytes; max_request_size and buffer_memory "
+            f"allow {size_max}"
+        )
 
 
 def record_size(value: Any, key: Any, headers: Headers | None, topic: str) -> int:

@@ -19,7 +19,7 @@ import asyncio
 import itertools
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any
 
@@ -58,7 +58,7 @@ LOOK_AGAIN_MS = 500
 #: Number of requests to one broker that are encoded at the same time.
 AHEAD = 3
 #: Runs CPU-bound work off the loop, a few at a time; in the simulator, inline.
-Compute = Callable[[Callable[[], Any]], Awaitable[Any]]
+Compute = Callable[[Callable[[], Any]], Coroutine[Any, Any, Any]]
 
 
 class ProduceEngine:
@@ -76,6 +76,7 @@ class ProduceEngine:
         self.cluster = cluster
         self.options = options
         self.acks = {"0": 0, "1": 1}.get(options["acks"], NONE)
+        self.codec: tuple[str, int] = (options["compression"], options["compression_level"])
         self.compute = compute
         self.pool = BufferPool(options["buffer_memory"])
         self.monitor = Monitor()  #: notified when a record's outcome is known
@@ -118,26 +119,25 @@ class ProduceEngine:
             )
         return found
 
-    def poke(self) -> None:
-        """Take the records from the accumulators, and send the batches that are ready."""
+    def poke(self, *, flush: bool = False) -> None:
+        """Take the records from the accumulators, and send the batches that are ready.
+
+        `flush`: records and batches do not wait for more.
+        """
         now_ms = self.world.clock.monotonic_ms()
         opened_ms: list[int] = []
         for accumulator in list(self.accumulators.values()):
-            accumulator.seal(int(now_ms - self._open_ms))
+            accumulator.seal(int(now_ms - self._open_ms), ready=flush)
             self._drain(accumulator, now_ms)
             if (records := accumulator.open) is not None:
                 opened_ms.append(records.opened_ms)
-        self.step(Wakeup())
+        self.step(Wakeup(flush))
         if opened_ms:
             self._set_timer("open", min(opened_ms) + self._open_ms, self.poke)
 
     def begin_flush(self) -> list[RecordSet]:
         """Send everything now; returns the record sets whose outcomes the flush must wait for."""
-        now_ms = self.world.clock.monotonic_ms()
-        for accumulator in list(self.accumulators.values()):
-            accumulator.seal(0, ready=True)
-            self._drain(accumulator, now_ms)
-        self.step(Wakeup(flush=True))
+        self.poke(flush=True)
         waiting = [list(accumulator.sealed) for accumulator in self.accumulators.values()]
         return [*self._outstanding.values(), *itertools.chain(*waiting)]
 
@@ -157,16 +157,19 @@ class ProduceEngine:
     # -- record sets -------------------------------------------------------------------------------
 
     def _drain(self, accumulator: RecordAccumulator, now_ms: int) -> None:
-        """Hand sealed record sets to the machine if their topic is known; otherwise they wait
-        (E4).
+        """Split sealed record sets by partition and hand the slices to the machine.
+
+        Record sets of a topic that is not known wait (E4).
         """
         metadata, name = self.cluster.metadata, accumulator.topic
-        problem = metadata.problems.get(name)
-        lacks = problem is None or isinstance(problem, errors.UnknownTopicOrPartition)
+        problem = metadata.problems.get(name) or errors.UnknownTopicOrPartition(
+            f"topic {name} does not exist any more"
+        )
+        lacks = isinstance(problem, errors.UnknownTopicOrPartition)
         while accumulator.sealed:
-            unknown = lacks and name not in metadata.topics
+            topic = metadata.topics.get(name)
             until_ms = accumulator.sealed[0].opened_ms + self._topic_wait_ms
-            if unknown and until_ms > now_ms:
+            if topic is None and lacks and until_ms > now_ms:
                 if "topic" not in self._timers:
                     self.cluster.want_metadata()
                     self._set_timer(
@@ -174,49 +177,35 @@ class ProduceEngine:
                     )
                 return
             records = accumulator.sealed.popleft()
-            if unknown:
-                gone = errors.UnknownTopicOrPartition(f"topic {name} does not exist any more")
-                self._fail(records, given_up(problem or gone))
-            else:
-                self._hand_over(accumulator, records)
+            try:
+                if topic is None:
+                    raise given_up(problem) if lacks else problem
+                if records.slices is None:
+                    rows, chosen = records.columns()
+                    accumulator.split(records, rows, chosen, topic, metadata.available(topic))
+            except Exception as cause:
+                typed = cause if isinstance(cause, errors.PkError) else None
+                self._fail(records, typed or errors.InternalError(repr(cause)))
+                continue
+            self._outstanding[id(records)] = records
+            batch_size = batch_limit(accumulator.batch_size, topic.configs)
+            for each in records.slices or ():
+                self.step(Append(PartitionKey(topic.topic_id, each.partition), each, batch_size))
 
     def _fail(self, records: RecordSet, error: errors.PkError) -> None:
         """Fail records that were not handed to the machine."""
         self.pool.release(records.size)
         records.fail(error)
 
-    def _hand_over(self, accumulator: RecordAccumulator, records: RecordSet) -> None:
-        """Split a record set by partition and hand the slices to the machine."""
-        metadata = self.cluster.metadata
-        try:
-            topic = metadata.topics.get(accumulator.topic)
-            if topic is None:
-                raise metadata.problems[accumulator.topic]
-            if records.slices is None:
-                rows, chosen = records.columns()
-                accumulator.split(records, rows, chosen, topic, metadata.available(topic))
-        except Exception as cause:
-            typed = cause if isinstance(cause, errors.PkError) else None
-            self._fail(records, typed or errors.InternalError(repr(cause)))
-            return
-        assert records.slices is not None
-        self._outstanding[id(records)] = records
-        batch_size = batch_limit(accumulator.batch_size, topic.configs)
-        for each in records.slices:
-            self.step(Append(PartitionKey(topic.topic_id, each.partition), each, batch_size))
-
     def _on_metadata(self) -> None:
         for stream in list(self._streams.values()):
             stream.follow()
         self._look_again()
-        self.step(Wakeup())
 
     def _look_again(self) -> None:
         """Hand over, or fail, the records that waited for their topic (E4)."""
-        self._set_timer("topic", None, self._look_again)
-        now_ms = self.world.clock.monotonic_ms()
-        for accumulator in list(self.accumulators.values()):
-            self._drain(accumulator, now_ms)
+        self._set_timer("topic", None, self.poke)
+        self.poke()
 
     # -- the machine -------------------------------------------------------------------------------
 
@@ -351,16 +340,10 @@ class ProduceConnection:
             while not self._requests:
                 self._filled.clear()
                 await self._filled.wait()
-            try:
-                stream = self._stream or await self._connect()
-            except errors.PkError as cause:
-                if not cause.retriable:
-                    _log.error("cannot produce to broker %d: %s", self._node, cause)
-                self._lost(cause.message)
-                continue
-            if not self._requests:
-                continue  # the machine gave the request up meanwhile (E2)
-            request = self._requests[0]
+            if self._stream is None:
+                await self._connect()
+                continue  # the machine may have given the request up meanwhile (E2)
+            stream, request = self._stream, self._requests[0]
             if not request.open:  # all its batches went to another leader meanwhile (E2)
                 self._requests.popleft()
                 continue
@@ -391,50 +374,47 @@ class ProduceConnection:
         responses = [PartitionResponse(index, error) for index in range(len(request.batches))]
         self._engine.step(ProduceResponse(request.correlation_id, responses))
 
-    async def _connect(self) -> Stream:
+    async def _connect(self) -> None:
         cluster = self._engine.cluster
         timeout_ms = self._engine.options["request_timeout_ms"]
-        self._stream, self._address = await cluster.open_stream(
-            self._node, StreamKind.PRODUCE, timeout_ms
-        )
-        self._reader = self._tasks.spawn(self._read(self._stream))
-        return self._stream
+        try:
+            self._stream, self._address = await cluster.open_stream(
+                self._node, StreamKind.PRODUCE, timeout_ms
+            )
+        except errors.PkError as cause:
+            if not cause.retriable:
+                _log.error("cannot produce to broker %d: %s", self._node, cause)
+            self._lost(cause.message)
+        else:
+            self._reader = self._tasks.spawn(self._read(self._stream))
 
     async def _encoded(self, request: InFlightRequest) -> list[Buffer]:
         """Return the bytes of the first request.  With compression this also starts encoding the
         requests behind it on other threads, because encoding takes longest.
         """
-        if self._engine.options["compression"] == "none" or self._engine.compute is None:
-            return self._encode(request)
-        for each in itertools.islice(self._requests, AHEAD):
-            if each.encoding is None:
-                earlier = {batch.encoding for batch in each.batches} - {None}
-                each.encoding = self._engine.tasks.spawn(self._encode_ahead(each, earlier))
-                each.encoding.add_done_callback(lambda task: task.cancelled() or task.exception())
-                for batch in each.batches:
-                    batch.encoding = each.encoding
-        await asyncio.wait([request.encoding])
-        data: list[Buffer] = request.encoding.result()
-        return data
-
-    async def _encode_ahead(self, request: InFlightRequest, earlier: set[Any]) -> list[Buffer]:
-        assert self._engine.compute is not None
-        if earlier:
-            # earlier requests with these batches, which were given up (E2)
-            await asyncio.wait(earlier)
-        data: list[Buffer] = await self._engine.compute(partial(self._encode, request))
-        return data
+        engine = self._engine
+        if engine.options["compression"] != "none" and engine.compute is not None:
+            ahead = itertools.islice(self._requests, AHEAD)
+            for batch in itertools.chain.from_iterable(each.batches for each in ahead):
+                if batch.encoding is None:
+                    work = engine.compute(partial(batch.encode, *engine.codec))
+                    batch.encoding = engine.tasks.spawn(work)
+                    batch.encoding.add_done_callback(lambda t: t.cancelled() or t.exception())
+            encodings = [batch.encoding for batch in request.batches]
+            await asyncio.wait(encodings)
+            for each in encodings:
+                each.result()  # raises the error of the batch
+        return self._encode(request)
 
     def _encode(self, request: InFlightRequest) -> list[Buffer]:
         options = self._engine.options
-        codec, level = options["compression"], options["compression_level"]
         payload: list[Buffer] = []
         head = wire.ProduceRequest(
             acks=self._engine.acks,
             timeout_ms=max(1, options["request_timeout_ms"] * 9 // 10),
         )
         for batch, epoch in zip(request.batches, request.epochs, strict=True):
-            encoded = batch.encode(codec, level)
+            encoded = batch.encode(*self._engine.codec)
             head.partitions.add(
                 topic_id=batch.partition.key.topic_id,
                 partition=batch.partition.key.partition,

@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from types import TracebackType
 from typing import Any
 
 import pyarrow as pa
 
 from pk import errors
 from pk.client import arguments, connection
-from pk.client.accumulator import RecordAccumulator, record_size
+from pk.client.accumulator import RecordAccumulator, check_size, record_size
 from pk.client.endings import no_partition
 from pk.client.futures import BatchFuture, SendFuture
 from pk.client.metadata import TopicMetadata
@@ -176,18 +175,20 @@ class Producer:
         elif headers is not None and type(headers) is not list:
             headers = arguments.items(headers, "headers", "pairs (text, bytes or None)")
         size = record_size(value, key, headers, topic)
-        if size > self._size_max:
-            raise errors.RecordTooLarge(
-                f"{topic}: a record of {size} bytes; max_request_size and buffer_memory "
-                f"allow {self._size_max}"
-            )
+        check_size(topic, size, self._size_max)
         if timestamp_ms is not None:
-            timestamp_ms = _stamp(topic, timestamp_ms)
+            timestamp_ms = arguments.whole(timestamp_ms, "timestamp_ms", None, None)
+            if not 0 <= timestamp_ms <= TIMESTAMP_MS_MAX:
+                raise errors.SerializationError(
+                    f"{topic}: timestamp_ms {arguments.shown(timestamp_ms)} is out of range: it "
+                    f"is from 0 to {TIMESTAMP_MS_MAX}"
+                )
         if partition is not None:
             partition = arguments.number(partition)
         accumulator = self._accumulators.get(topic) or self._open(topic)
-        if partition is not None:
-            self._check_partition(topic, partition)
+        if partition is not None and partition >= (count := self._topic(topic).partitions):
+            said = no_partition(topic, partition, count)
+            raise errors.InvalidPartitions(said.message, **said.details)
         deadline: float | None = None
         while True:
             before = accumulator.open
@@ -222,12 +223,6 @@ class Producer:
         accumulator = self._thread.run(self._engine.open(topic, wait_ms, wait_ms), wait_ms / 1000)
         self._accumulators[topic] = accumulator
         return accumulator
-
-    def _check_partition(self, topic: str, partition: int) -> None:
-        count = self._topic(topic).partitions
-        if partition >= count:
-            said = no_partition(topic, partition, count)
-            raise errors.InvalidPartitions(said.message, **said.details)
 
     def _topic(self, name: str) -> TopicMetadata:
         """Return the topic's metadata; waits for a deleted topic to be created again."""
@@ -372,12 +367,7 @@ class Producer:
     def __enter__(self) -> Producer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self.close(_CLOSE_S if error is None else 1.0)
 
     # -- not in this build -------------------------------------------------------------------------
@@ -390,16 +380,6 @@ class Producer:
     send_offsets_to_transaction: Callable[..., Any] = _transactions
     commit_transaction: Callable[..., Any] = _transactions
     abort_transaction: Callable[..., Any] = _transactions
-
-
-def _stamp(topic: str, timestamp_ms: int) -> int:
-    stamp = arguments.whole(timestamp_ms, "timestamp_ms", None, None)
-    if not 0 <= stamp <= TIMESTAMP_MS_MAX:
-        raise errors.SerializationError(
-            f"{topic}: timestamp_ms {arguments.shown(stamp)} is out of range: it is from 0 to "
-            f"{TIMESTAMP_MS_MAX}"
-        )
-    return stamp
 
 
 def _all_settled(left: list[RecordSet]) -> bool:

@@ -30,48 +30,41 @@ from pk.log.columns import encode
 from pk.log.storage import Buffer
 from pk.types import NONE, PartitionKey
 
+#: A time later than every deadline.
+FAR_MS = 1 << 62
 
+
+@dataclass(slots=True, eq=False)
 class ProducerBatch:
     """Slices that are sent together; the content is fixed once `sequence` is assigned."""
 
-    __slots__ = (
-        "asked_epoch", "count", "created_ms", "encoded", "encoding", "epoch", "expired", "number",
-        "partition", "producer_id", "ready_ms", "request", "rows", "sequence", "size", "slices",
-        "unknown_epoch",
-    )  # fmt: skip
-
-    def __init__(self, partition: PartitionBatches, first: RecordSlice) -> None:
-        self.partition = partition
-        self.slices: list[RecordSlice] = []
-        self.rows: list[pa.RecordBatch] = []  #: the slices' rows, until they are encoded
-        self.count = self.size = 0
-        self.created_ms = first.records.opened_ms
-        self.ready_ms = first.records.ready_ms
-        self.producer_id = NONE
-        self.epoch = NONE
-        self.sequence = NONE
-        self.number = 0  #: how many batches of the partition were numbered before this one
-        self.request: Any = None  #: the InFlightRequest that contains it
-        self.asked_epoch = NONE  #: the leader epoch of the last attempt
-        #: the leader epoch of the first attempt that may have stored it
-        self.unknown_epoch: int | None = None
-        self.expired = False  #: its futures failed with DeliveryTimedOut while it was in flight
-        self.encoded: list[Buffer] | None = None
-        self.encoding: Any = None  #: the shell's last task that encodes it
-        self.add(first)
+    partition: PartitionBatches
+    created_ms: int  #: when its first slice was opened
+    slices: list[RecordSlice] = field(default_factory=list)
+    count: int = 0
+    size: int = 0
+    ready_ms: int = FAR_MS
+    producer_id: int = NONE
+    epoch: int = NONE
+    sequence: int = NONE
+    number: int = 0  #: how many batches of the partition were numbered before this one
+    request: InFlightRequest | None = None  #: the request that contains it
+    asked_epoch: int = NONE  #: the leader epoch of the last attempt
+    #: the leader epoch of the first attempt that may have stored it
+    unknown_epoch: int | None = None
+    expired: bool = False  #: its futures failed with DeliveryTimedOut while it was in flight
+    encoded: list[Buffer] | None = None
+    encoding: Any = None  #: the shell's task that encodes it ahead of its turn
 
     def add(self, more: RecordSlice) -> None:
         self.slices.append(more)
-        self.rows.append(more.rows)
-        more.rows = None
         self.count += more.count
         self.size += more.size
         self.ready_ms = min(self.ready_ms, more.records.ready_ms)
 
     @property
     def next_sequence(self) -> int:
-        following: int = (self.sequence + self.count) & 0x7FFFFFFF
-        return following  # wraps around as in Kafka (KIP-98)
+        return (self.sequence + self.count) & 0x7FFFFFFF  # wraps around as in Kafka (KIP-98)
 
     @property
     def unknown(self) -> bool:
@@ -87,7 +80,8 @@ class ProducerBatch:
                 producer_id=self.producer_id, producer_epoch=self.epoch,
                 base_sequence=self.sequence,
             )  # fmt: skip
-            self.rows = []  # the encoded bytes replace the rows
+            for each in self.slices:
+                each.rows = None  # the encoded bytes replace the rows
         header = batches.read_header(self.encoded[0])
         mine = (self.producer_id, self.epoch, self.sequence)
         if (header.producer_id, header.producer_epoch, header.base_sequence) != mine:
@@ -100,7 +94,7 @@ class ProducerBatch:
     def _joined(self) -> tuple[pa.RecordBatch, int]:
         """Join the rows of all slices; returns them and the create time of records without one."""
         stamps = [each.records.stamp_ms for each in self.slices]
-        rows = self.rows
+        rows = [each.rows for each in self.slices]
         if len(rows) == 1:
             return rows[0], stamps[0]
         if len(set(stamps)) > 1 or any(each.num_columns > 3 for each in rows):
@@ -127,7 +121,6 @@ class InFlightRequest:
     epochs: list[int] = field(default_factory=list)  #: leader epoch of each batch
     size: int = 0
     open: int = 0  #: batches that wait for the response
-    encoding: Any = None  #: the shell's task that encodes it
 
     def add(self, batch: ProducerBatch, epoch: int) -> None:
         self.batches.append(batch)
@@ -148,49 +141,41 @@ class PartitionResponse:
     log_start: int = NONE
 
 
-class Retry:
+class Retry(Backoff):
     """When requests to a partition or a broker may be retried."""
 
-    __slots__ = ("at_ms", "backoff")
-
-    def __init__(self, backoff: Backoff) -> None:
-        self.at_ms = 0
-        self.backoff = backoff
+    at_ms = 0
 
     def postpone(self, now_ms: int) -> None:
         """Count a failed attempt and back off."""
-        self.at_ms = now_ms + int(self.backoff.next_ms())
+        self.at_ms = now_ms + int(self.next_ms())
 
     def reset(self) -> None:
+        super().reset()
         self.at_ms = 0
-        self.backoff.reset()
 
 
+@dataclass(slots=True, eq=False)
 class PartitionBatches:
     """A partition's batches and sequence numbers (KIP-98), as the sender keeps them."""
 
-    __slots__ = (
-        "acked_offset", "acked_sequence", "batch_size", "epoch", "gap", "key", "leader", "left_ms",
-        "number", "problem", "producer_id", "retry", "sequence", "topic", "unresolved", "waiting",
-    )  # fmt: skip
-
-    def __init__(self, topic: str, key: PartitionKey, retry: Retry) -> None:
-        self.topic = topic
-        self.key = key
-        self.batch_size = 0
-        self.waiting: deque[ProducerBatch] = deque()  #: batches without a sequence
-        self.unresolved: deque[ProducerBatch] = deque()  #: batches with a sequence, in its order
-        self.producer_id = NONE
-        self.epoch = NONE
-        self.sequence = 0  #: sequence of the next new batch
-        self.number = 0  #: batches numbered so far
-        self.acked_sequence = NONE  #: last sequence acknowledged in this epoch
-        self.acked_offset = NONE
-        self.gap = False  #: a sequence below an unresolved batch will never be stored
-        self.retry = retry
-        self.leader: LeaderAndEpoch | None = None  #: the leader at the last step
-        self.left_ms: int | None = None  #: since when the old leader's response is awaited
-        self.problem: errors.PkError | None = None  #: the error of the last attempt
+    topic: str
+    key: PartitionKey
+    retry: Retry
+    batch_size: int = 0
+    waiting: deque[ProducerBatch] = field(default_factory=deque)  #: batches without a sequence
+    #: batches with a sequence, in its order
+    unresolved: deque[ProducerBatch] = field(default_factory=deque)
+    producer_id: int = NONE
+    epoch: int = NONE
+    sequence: int = 0  #: sequence of the next new batch
+    number: int = 0  #: batches numbered so far
+    acked_sequence: int = NONE  #: last sequence acknowledged in this epoch
+    acked_offset: int = NONE
+    gap: bool = False  #: a sequence below an unresolved batch will never be stored
+    leader: LeaderAndEpoch | None = None  #: the leader at the last step
+    left_ms: int | None = None  #: since when the old leader's response is awaited
+    problem: errors.PkError | None = None  #: the error of the last attempt
 
     def __str__(self) -> str:
         return f"{self.topic}-{self.key.partition}"
@@ -202,13 +187,15 @@ class PartitionBatches:
     def add(self, more: RecordSlice, batch_size: int) -> None:
         """Add a slice to the last waiting batch, or to a new one if that has no room (A1, A2)."""
         self.batch_size = batch_size
-        if self.waiting:
-            last = self.waiting[-1]
-            room = last.size + more.size <= batch_size
-            if room and last.count + more.count <= limits.BATCH_RECORDS_MAX:
-                last.add(more)
-                return
-        self.waiting.append(ProducerBatch(self, more))
+        last = self.waiting[-1] if self.waiting else None
+        if (
+            last is None
+            or last.size + more.size > batch_size
+            or last.count + more.count > limits.BATCH_RECORDS_MAX
+        ):
+            last = ProducerBatch(self, more.records.opened_ms)
+            self.waiting.append(last)
+        last.add(more)
 
     @property
     def numbered(self) -> int:
@@ -223,7 +210,7 @@ class PartitionBatches:
         """
         created = [batch.created_ms for batch in self.unresolved if not batch.expired]
         created += [self.waiting[0].created_ms] if self.waiting else []
-        return min(created, default=1 << 62)
+        return min(created, default=FAR_MS)
 
     def ready_ms(self) -> int:
         """Return when the first waiting batch may be sent; 0 = it is full."""

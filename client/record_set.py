@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -33,6 +34,7 @@ from pk.log.columns import HEADER_TYPE
 from pk.types import NONE, BatchMetadata, RecordMetadata, TopicPartition
 
 _log = logging.getLogger("pk.client")
+_FAILED = "a delivery callback failed"
 
 I64 = npt.NDArray[np.int64]
 #: `on_delivery(metadata, error)`: exactly one of them is None, as in Kafka's onCompletion.
@@ -40,66 +42,64 @@ OnDelivery = Callable[[RecordMetadata | None, errors.PkError | None], None]
 Headers = Sequence[tuple[str, bytes | None]]
 
 
+@dataclass(slots=True, eq=False)
 class RecordSlice:
     """Rows of one partition of a record set; they are sent in one batch and share its outcome."""
 
-    __slots__ = (
-        "append_time_ms", "base_offset", "count", "error", "first", "partition", "records", "rows",
-        "size",
-    )  # fmt: skip
-
-    def __init__(
-        self, records: RecordSet, partition: int, first: int, rows: pa.RecordBatch | None, size: int
-    ) -> None:
-        self.records = records
-        self.partition = partition
-        self.first = first  #: position of the first record
-        self.rows: Any = rows  #: None once they are in a batch
-        self.count = records.count if rows is None else rows.num_rows
-        self.size = size  #: bytes reserved for it
-        #: offset of the first record; NONE = stored, offset not known
-        self.base_offset: int | None = None
-        self.append_time_ms = NONE
-        self.error: errors.PkError | None = None
+    records: RecordSet
+    partition: int
+    first: int  #: position of the first record
+    count: int
+    rows: Any  #: pa.RecordBatch; None once they are encoded, or the slice failed
+    size: int  #: bytes reserved for it
+    base_offset: int | None = None  #: offset of the first record; NONE = stored, offset not known
+    append_time_ms: int = NONE
+    error: errors.PkError | None = None
 
     @property
     def resolved(self) -> bool:
         return self.base_offset is not None or self.error is not None
 
+    def metadata(self, position: int, index: int) -> RecordMetadata:
+        """Return where record `index` of the set, at `position`, was stored."""
+        records, offset, stamp = self.records, self.base_offset, self.append_time_ms
+        assert offset is not None
+        if offset >= 0:
+            offset += position - self.first
+        if stamp <= 0:
+            times = records.create_times
+            stamp = records.stamp_ms if times is None else int(times[index])
+        return RecordMetadata(records.topic, self.partition, offset, stamp)
 
+
+@dataclass(slots=True, eq=False)
 class RecordSet:
     """Records of one topic: parallel columns as `send` appended them; rare fields by record
     index.
     """
 
-    __slots__ = (
-        "callbacks", "count", "create_times", "create_times_given", "granted", "headers", "inverse",
-        "keys", "monitor", "on_delivery", "opened_ms", "order", "partitions", "ready_ms",
-        "running", "size", "slices", "stamp_ms", "topic", "unresolved", "values",
-    )  # fmt: skip
-
-    def __init__(self, topic: str, monitor: Monitor, stamp_ms: int = 0, opened_ms: int = 0) -> None:
-        self.topic = topic
-        self.monitor = monitor  #: the producer's monitor; notified when a slice is resolved
-        self.stamp_ms = stamp_ms  #: wall clock; the create time of records without their own
-        self.opened_ms = opened_ms  #: monotonic; delivery_timeout_ms begins here
-        self.ready_ms = 0  #: monotonic; when it has lingered long enough
-        self.values: list[bytes | None] = []
-        self.keys: list[bytes | None] | None = None  #: None until the first key
-        self.headers: dict[int, Headers] = {}
-        self.partitions: dict[int, int] = {}
-        self.create_times_given: dict[int, int] = {}
-        self.on_delivery: dict[int, OnDelivery] = {}
-        self.granted = 0  #: bytes reserved while the set is open
-        self.size = 0  #: bytes that its records count for; 0 while the set is open
-        self.count = 0
-        self.create_times: I64 | None = None  #: by record index, only where they differ
-        self.inverse: I64 | None = None  #: record index → position; None = equal
-        self.order: I64 | None = None  #: position → record index; None = equal
-        self.slices: list[RecordSlice] | None = None  #: in the order of positions; None = not split
-        self.unresolved = 0
-        self.running = 0  #: resolutions whose callbacks have not all returned
-        self.callbacks: list[tuple[int | None, Callable[[], None]]] = []  #: None = of all records
+    topic: str
+    monitor: Monitor  #: the producer's monitor; notified when a slice is resolved
+    stamp_ms: int = 0  #: wall clock; the create time of records without their own
+    opened_ms: int = 0  #: monotonic; delivery_timeout_ms begins here
+    ready_ms: int = 0  #: monotonic; when it has lingered long enough
+    values: list[bytes | None] = field(default_factory=list)
+    keys: list[bytes | None] | None = None  #: None until the first key
+    headers: dict[int, Headers] = field(default_factory=dict)
+    partitions: dict[int, int] = field(default_factory=dict)
+    create_times_given: dict[int, int] = field(default_factory=dict)
+    on_delivery: dict[int, OnDelivery] = field(default_factory=dict)
+    granted: int = 0  #: bytes reserved while the set is open
+    size: int = 0  #: bytes that its records count for; 0 while the set is open
+    count: int = 0
+    create_times: I64 | None = None  #: by record index, only where they differ
+    inverse: I64 | None = None  #: record index → position; None = equal
+    order: I64 | None = None  #: position → record index; None = equal
+    slices: list[RecordSlice] | None = None  #: in the order of positions; None = not split
+    unresolved: int = 0
+    running: int = 0  #: resolutions whose callbacks have not all returned
+    #: by record index; None = of all records
+    callbacks: list[tuple[int | None, Callable[[], None]]] = field(default_factory=list)
 
     # -- sending -----------------------------------------------------------------------------------
 
@@ -134,7 +134,7 @@ class RecordSet:
         """Fail all records; none was handed to the sender."""
         self.count = self.count or len(self.values)
         if self.slices is None:
-            self.split([RecordSlice(self, NONE, 0, None, self.size)])
+            self.split([RecordSlice(self, NONE, 0, self.count, None, self.size)])
         for each in self.slices or ():
             each.rows = None  # a future that is kept must not keep the rows
         if self.slices:
@@ -163,15 +163,9 @@ class RecordSet:
             return None
         position = index if self.inverse is None else int(self.inverse[index])
         found = slices[bisect_right(slices, position, key=lambda each: each.first) - 1]
-        if found.error is not None:
+        if found.error is not None or found.base_offset is None:
             return found.error
-        if found.base_offset is None:
-            return None
-        offset = found.base_offset + position - found.first if found.base_offset >= 0 else NONE
-        stamp = found.append_time_ms
-        if stamp <= 0:
-            stamp = self.stamp_ms if self.create_times is None else int(self.create_times[index])
-        return RecordMetadata(self.topic, found.partition, offset, stamp)
+        return found.metadata(position, index)
 
     def _outcome_of_all(self) -> list[BatchMetadata] | errors.PkError | None:
         if self.slices is None or self.unresolved:
@@ -251,25 +245,17 @@ def _run_on_delivery(resolved: RecordSlice) -> None:
     records, error = resolved.records, resolved.error
     first, end = resolved.first, resolved.first + resolved.count
     indices = range(first, end) if records.order is None else records.order[first:end].tolist()
-    base, step = resolved.base_offset, 1
-    if base is None or base < 0:
-        base, step = NONE, 0
-    stamps = records.create_times if resolved.append_time_ms <= 0 else None
-    stamp = records.stamp_ms if resolved.append_time_ms <= 0 else resolved.append_time_ms
-    for place, index in enumerate(indices):
-        call = records.on_delivery.get(index)
-        if call is None:
-            continue
-        metadata = None
-        if error is None:
-            stamp = stamp if stamps is None else int(stamps[index])
-            offset = base + place * step
-            metadata = RecordMetadata(records.topic, resolved.partition, offset, stamp)
-        _call(call, metadata, error)
+    on_delivery, metadata = records.on_delivery, resolved.metadata
+    for position, index in enumerate(indices, first):
+        if index in on_delivery:
+            try:
+                on_delivery[index](metadata(position, index) if error is None else None, error)
+            except BaseException:  # even SystemExit: it was not meant to end this thread
+                _log.exception(_FAILED)
 
 
-def _call(callback: Callable[..., None], *arguments: object) -> None:
+def _call(callback: Callable[[], None]) -> None:
     try:
-        callback(*arguments)
+        callback()
     except BaseException:  # even SystemExit: it was not meant to end this thread
-        _log.exception("a delivery callback failed")
+        _log.exception(_FAILED)

@@ -27,6 +27,10 @@ RECORD_OVERHEAD = 16
 #: Bytes that a row of a column counts for besides its data: a length.
 COLUMN_OVERHEAD = 4
 _BINARY = pa.binary()
+_BYTES = (
+    _BINARY, pa.large_binary(), pa.binary_view(), pa.string(), pa.large_string(), pa.string_view(),
+    pa.null(),
+)  # fmt: skip
 _OFFSET = struct.Struct("<i")
 #: Columns of rows; `timestamp` exists only if the create times differ.
 ROWS = pa.schema([("key", _BINARY), ("value", _BINARY), ("headers", HEADER_TYPE)])
@@ -116,7 +120,8 @@ def normalise(
         if found.type == kind:
             return found
         try:
-            if kind == _BINARY and not _bytes_like(found.type):
+            bytes_like = found.type in _BYTES or pa.types.is_fixed_size_binary(found.type)
+            if kind == _BINARY and not bytes_like:
                 raise pa.ArrowInvalid("not bytes or text")
             return found.cast(kind)
         except pa.ArrowException as cause:
@@ -135,14 +140,6 @@ def normalise(
     if chosen.min() < NONE or (chosen.min() < 0 and not partition.null_count):
         raise errors.InvalidPartitions(f"partition {int(chosen.min())} does not exist")
     return rows, chosen
-
-
-def _bytes_like(kind: pa.DataType) -> bool:
-    return bool(
-        pa.types.is_binary(kind) or pa.types.is_string(kind) or pa.types.is_large_binary(kind)
-        or pa.types.is_large_string(kind) or pa.types.is_fixed_size_binary(kind)
-        or pa.types.is_null(kind) or kind in (pa.binary_view(), pa.string_view())
-    )  # fmt: skip
 
 
 def _stamps(column: pa.Array, now_ms: int) -> I64:

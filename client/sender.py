@@ -34,16 +34,18 @@ Invariants
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from pk import errors, limits
-from pk.backoff import Backoff, client_jitter, exponential_ms
+from pk.backoff import client_jitter, exponential_ms
 from pk.client.endings import NOT_STORED, OUT_OF_SIGHT, STALE, perhaps_stored, refused_batch
 from pk.client.metadata import LeaderAndEpoch, Metadata
 from pk.client.producer_batch import (
+    FAR_MS,
     InFlightRequest,
     PartitionBatches,
     PartitionResponse,
@@ -63,8 +65,6 @@ EARLY_MS = 20
 STUCK_MS = 500
 #: `_offer` returns this for "offer this partition once more": it is not a time.
 _AGAIN = -1
-#: `_offer` returns this for "at no time": it is later than every deadline.
-_NEVER = 1 << 62
 
 # -- events ----------------------------------------------------------------------------------------
 
@@ -136,12 +136,12 @@ class Sender:
         self._request_timeout_ms: int = options["request_timeout_ms"]
         self._delivery_timeout_ms: int = options["delivery_timeout_ms"]
         bounds_ms = (options["retry_backoff_ms"], options["retry_backoff_max_ms"])
-        self._new_backoff = partial(Backoff, bounds_ms, client_jitter(rng))
+        self._new_retry = partial(Retry, bounds_ms, client_jitter(rng))
         #: partitions with work, in fair order
         self._active: dict[PartitionKey, PartitionBatches] = {}
         #: partitions without work, kept for their sequences
         self._idle: dict[PartitionKey, PartitionBatches] = {}
-        self._nodes: dict[int, Retry] = {}  #: brokers
+        self._nodes: defaultdict[int, Retry] = defaultdict(self._new_retry)  #: brokers
         self._in_flight: dict[int, InFlightRequest] = {}  #: by correlation id, oldest first
         self._next_correlation = 1
         self._producer_id, self._epoch = NONE, NONE
@@ -174,7 +174,7 @@ class Sender:
         found = self._active.get(event.key)
         if found is None:
             found = self._idle.pop(event.key, None) or PartitionBatches(
-                event.records.records.topic, event.key, Retry(self._new_backoff())
+                event.records.records.topic, event.key, self._new_retry()
             )
             self._active[event.key] = found
         found.add(event.records, event.batch_size)
@@ -222,8 +222,8 @@ class Sender:
 
     def _take_back(self, batch: ProducerBatch) -> InFlightRequest:
         """Take `batch` out of its request; a request without batches is closed."""
-        request: InFlightRequest = batch.request
-        batch.request = None
+        request, batch.request = batch.request, None
+        assert request is not None
         request.open -= 1
         if not request.open:
             self._in_flight.pop(request.correlation_id, None)
@@ -280,11 +280,11 @@ class Sender:
         retry = partition.retry
         if retry.at_ms > now_ms:
             return  # another batch of the same request has backed off already
-        wait = int(retry.backoff.next_ms())
+        wait = int(retry.next_ms())
         leader = self.metadata.leader(partition.key)
         if isinstance(error, STALE) and leader is not None and epoch != NONE:
             # Another leader was elected already, or this broker learns of its own election soon.
-            early = exponential_ms(EARLY_MS, wait, retry.backoff.attempts)
+            early = exponential_ms(EARLY_MS, wait, retry.attempts)
             wait = 0 if epoch < leader.epoch else early
         retry.at_ms = now_ms + wait
 
@@ -322,10 +322,10 @@ class Sender:
                 self._on_close(ForceClose(lost), now_ms)
                 return
             partition.gap = True
-            backoff = partition.retry.backoff
-            if backoff.attempts:  # the first gap is closed immediately
-                partition.retry.at_ms = now_ms + int(backoff.wait_ms())
-            backoff.failed()
+            retry = partition.retry
+            if retry.attempts:  # the first gap is closed immediately
+                retry.at_ms = now_ms + int(retry.wait_ms())
+            retry.failed()
         self._keep_or_drop(batch)
 
     def _respond(self, batch: ProducerBatch, response: PartitionResponse) -> None:
@@ -399,9 +399,9 @@ class Sender:
             while partition.waiting and partition.waiting[0].created_ms <= horizon:
                 late = self._timed_out(partition, "never sent")
                 self._failed(partition.waiting[0], late)
-            for batch in [b for b in partition.unresolved if b.created_ms <= horizon]:
-                if batch.expired:
-                    continue
+            for batch in [
+                b for b in partition.unresolved if b.created_ms <= horizon and not b.expired
+            ]:
                 known = batch.request is None and not batch.unknown
                 what = "not stored" if known else "it may have been stored"
                 self._respond(batch, PartitionResponse(error=self._timed_out(partition, what)))
@@ -435,7 +435,7 @@ class Sender:
 
     def _set_timer(self, wake: int, now_ms: int) -> None:
         wake = min([wake, *(request.deadline_ms for request in self._in_flight.values())])
-        at_ms = None if wake == _NEVER else max(wake, now_ms + 1)
+        at_ms = None if wake == FAR_MS else max(wake, now_ms + 1)
         if at_ms != self._timer:
             self._timer = at_ms
             self._effects.append(SetTimer("sender", at_ms))
@@ -444,7 +444,7 @@ class Sender:
 
     def _pump(self, now_ms: int) -> None:
         """Send every batch that may be sent, and set the timer for the others."""
-        wake = _NEVER
+        wake = FAR_MS
         if self._idempotent and self._producer_id == NONE and self._active:
             self._want_id()
         candidates = list(self._active)
@@ -481,8 +481,7 @@ class Sender:
             # The new leader is alive: back-off from before its election no longer counts.
             partition.leader = leader
             partition.retry.reset()
-            if leader.node in self._nodes:
-                self._nodes[leader.node].reset()
+            self._nodes[leader.node].reset()
         if partition.retry.at_ms > now_ms:
             return partition.retry.at_ms
         if leader is None:
@@ -490,9 +489,7 @@ class Sender:
         later = self._leave(partition, leader, now_ms)
         if later > now_ms:
             return later  # N3
-        node = self._nodes.get(leader.node)
-        if node is None:
-            node = self._nodes[leader.node] = Retry(self._new_backoff())
+        node = self._nodes[leader.node]
         request = requests.get(leader.node)
         free_ms = 0 if request is not None else self._free_ms(leader.node)
         if max(node.at_ms, free_ms) > now_ms:
@@ -526,7 +523,7 @@ class Sender:
         for batch in [*partition.unresolved, *partition.waiting]:
             if batch.request is None:
                 self._failed(batch, loss)
-        return _NEVER
+        return FAR_MS
 
     def _next_batch(
         self, partition: PartitionBatches, now_ms: int
@@ -537,13 +534,13 @@ class Sender:
             if batch.request is None and (whole or batch.unknown):
                 return batch, now_ms
             if not whole and batch.unknown:
-                return None, _NEVER  # one uncertain batch at a time
+                return None, FAR_MS  # one uncertain batch at a time
         limit = limits.IN_FLIGHT_MAX if self._idempotent else self._max_in_flight
         if not whole or not partition.waiting or partition.numbered >= limit:
-            return None, _NEVER
+            return None, FAR_MS
         if self._idempotent and partition.producer_id == NONE:
             if self._producer_id == NONE:
-                return None, _NEVER
+                return None, FAR_MS
             partition.producer_id, partition.epoch = self._producer_id, self._epoch
         ready_ms = partition.ready_ms()
         if ready_ms > now_ms and not self._flushing:

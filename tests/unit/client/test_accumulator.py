@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pk import errors
-from pk.backoff import Backoff
 from pk.client.accumulator import BufferPool, RecordAccumulator
 from pk.client.futures import BatchFuture, SendFuture
 from pk.client.metadata import TopicMetadata
@@ -39,7 +38,7 @@ from pk.types import BatchMetadata, PartitionKey, RecordMetadata
 
 BYTES = st.one_of(st.none(), st.binary(max_size=20))
 PARTITION = PartitionBatches(
-    "t", PartitionKey("00000000-0000-4000-8000-000000000001", 0), Retry(Backoff((1, 1)))
+    "t", PartitionKey("00000000-0000-4000-8000-000000000001", 0), Retry((1, 1))
 )
 
 
@@ -71,7 +70,13 @@ def accumulator_of(pool: BufferPool, batch_size: int = 1 << 20) -> RecordAccumul
 
 
 def slice_of(records: RecordSet, rows: pa.RecordBatch) -> RecordSlice:
-    return RecordSlice(records, 0, 0, rows, int(sizes(rows).sum()))
+    return RecordSlice(records, 0, 0, rows.num_rows, rows, int(sizes(rows).sum()))
+
+
+def batch_of(first: RecordSlice) -> ProducerBatch:
+    batch = ProducerBatch(PARTITION, 0)
+    batch.add(first)
+    return batch
 
 
 @given(st.lists(st.tuples(BYTES, st.one_of(st.none(), st.integers(0, 4))), min_size=1, max_size=60))
@@ -142,7 +147,7 @@ def test_counted_size_covers_what_a_batch_takes(rows: list[Any]) -> None:
     whole = size_of(normal)
     assert whole is None or whole >= 1
     records = RecordSet("t", Monitor(), 5)
-    encoded = b"".join(ProducerBatch(PARTITION, slice_of(records, normal)).encode("none", 3))
+    encoded = b"".join(batch_of(slice_of(records, normal)).encode("none", 3))
     validity = 3 * (len(rows) + 7)
     assert len(encoded) - 64 <= total + 12 * len(rows) + validity
     again = decode(encoded, decoded_bytes_max=1 << 20)
@@ -168,7 +173,7 @@ def test_a_small_topic_limit_bounds_the_batch() -> None:
 
 def test_a_batch_is_stamped_anew_without_encoding_it_again() -> None:
     rows, _ = normalise(pa.record_batch([pa.array([b"x"])], names=["value"]), 0)
-    batch = ProducerBatch(PARTITION, slice_of(RecordSet("t", Monitor(), 7), rows))
+    batch = batch_of(slice_of(RecordSet("t", Monitor(), 7), rows))
     batch.producer_id, batch.epoch, batch.sequence = 4, 0, 9
     first = batch.encode("lz4", 3)
     batch.epoch, batch.sequence = 1, 0
@@ -231,7 +236,7 @@ def split(records: RecordSet, *runs: tuple[int, int]) -> list[RecordSlice]:
     for partition, count in runs:
         first = slices[-1].first + slices[-1].count if slices else 0
         rows = pa.record_batch([pa.nulls(count)], names=["value"])
-        slices.append(RecordSlice(records, partition, first, rows, count))
+        slices.append(RecordSlice(records, partition, first, count, rows, count))
     records.count = sum(count for _, count in runs)
     records.split(slices)
     return slices

@@ -52,7 +52,7 @@ async def leave_batch(b: Bench, value: bytes) -> RecordSet:
     taken = accumulator.new_set()
     taken.count = 1
     taken.size = 64
-    taken.split([RecordSlice(taken, 0, 0, normalise(rows, 1)[0], 64)])
+    taken.split([RecordSlice(taken, 0, 0, rows.num_rows, normalise(rows, 1)[0], 64)])
     assert accumulator.append_set(taken)
     b.engine.poke()
     return taken
