@@ -34,7 +34,7 @@ from pk.server.controller.elections import PartitionChangeBuilder
 from pk.server.controller.sessions import Sessions
 from pk.server.raft.log_writer import LogWriter
 from pk.server.raft.machine import Quorum
-from pk.server.raft.recovery import QUORUM_STATE, first_state
+from pk.server.raft.quorum_state_store import QUORUM_STATE, first_state
 from pk.server.replica import follower
 from pk.server.replica.leader import Leader
 from pk.server.replica.partition import Partition

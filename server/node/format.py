@@ -44,7 +44,7 @@ from pk.log.files import RealStorage
 from pk.log.storage import Storage
 from pk.server.node.run_config import RunConfig
 from pk.server.node.settings import Resolved, is_clustered, roles_of, voter_directory_id, voters_of
-from pk.server.raft.recovery import (
+from pk.server.raft.quorum_state_store import (
     QUORUM_STATE,
     WITHOUT_VOTE,
     first_state,

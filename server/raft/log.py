@@ -51,8 +51,9 @@ from pk.server.raft.messages import (
     Voter,
 )
 from pk.server.raft.peers import Peers
+from pk.server.raft.quorum_state_store import vote_lost
 from pk.server.raft.record_serde import RecordSerde
-from pk.server.raft.recovery import SnapshotRules, recover, vote_lost
+from pk.server.raft.recovery import SnapshotRules, recover
 from pk.server.raft.request_handler import RaftRequestHandler
 from pk.server.raft.reserve import RESERVE_BYTES, ReserveDisk
 from pk.server.raft.snapshot_fetcher import SnapshotFetcher

@@ -28,8 +28,8 @@ from pk.log.partition_log import PartitionLog
 from pk.log.plan import WritePlan
 from pk.server.raft import recovery
 from pk.server.raft.messages import FetchReply, Vote
+from pk.server.raft.quorum_state_store import QUORUM_STATE, state_bytes
 from pk.server.raft.record_serde import RecordSerde
-from pk.server.raft.recovery import QUORUM_STATE, state_bytes
 from pk.server.raft.reserve import ReserveDisk
 from pk.server.raft.voters import Voters
 from pk.tasks import TaskRegistry, awaited

@@ -20,7 +20,8 @@ from pk.server.metadata.snapshot_generator import SnapshotGenerator
 from pk.server.raft import codec
 from pk.server.raft.log import RaftLog
 from pk.server.raft.messages import Voter, VoteRequest, VotersChange
-from pk.server.raft.recovery import LOG_DIR, QUORUM_STATE, SnapshotRules
+from pk.server.raft.quorum_state_store import QUORUM_STATE
+from pk.server.raft.recovery import LOG_DIR, SnapshotRules
 from pk.server.raft.snapshot_id import file_name, id_of
 from pk.sim.cluster import KillableStorage
 from pk.sim.disk import SimDisk

@@ -19,7 +19,7 @@ from pk.log.aborted import AbortedEntry
 from pk.log.index import Extent, SparseIndex
 from pk.log.producers import Producers
 from pk.server.node import format as node_format
-from pk.server.raft import recovery, snapshot_framing
+from pk.server.raft import quorum_state_store, snapshot_framing
 from pk.server.raft.messages import Vote
 from pk.server.raft.snapshot_id import SnapshotId
 from pk.sim.disk import SimStorage
@@ -68,8 +68,8 @@ WRITERS: dict[str, tuple[Write, Read]] = {
         snapshot_framing.check,
     ),
     "quorum-state": (
-        lambda: recovery.state_bytes(Vote(3, 1, "d"), 8),
-        lambda raw: recovery.read_state(stored("quorum-state", raw)),
+        lambda: quorum_state_store.state_bytes(Vote(3, 1, "d"), 8),
+        lambda raw: quorum_state_store.read_state(stored("quorum-state", raw)),
     ),
     "directory.json": (
         directory_json,

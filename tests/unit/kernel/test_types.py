@@ -21,14 +21,24 @@ def test_an_unknown_public_name_is_an_attribute_error() -> None:
         pk.Broker
 
 
-def test_importing_the_package_loads_no_client_no_server_no_grpc() -> None:
-    """An executor that imports pk.sparkconnector pays for what it uses (docs/ARCHITECTURE.md)."""
+def imported(modules: str, heavy: tuple[str, ...]) -> str:
+    """Which modules whose names begin so a fresh process has after it imported `modules`."""
     code = (
-        "import sys, pk, pk.types, pk.settings, pk.errors\n"
-        "heavy = ('grpc', 'pyarrow', 'numpy', 'deltalake', 'pk.client', 'pk.server')\n"
-        "print([name for name in sys.modules if name.startswith(heavy)])"
+        f"import sys, {modules}\nprint([name for name in sys.modules if name.startswith({heavy})])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
-    assert done.stdout.strip() == "[]"
+    return done.stdout.strip()
+
+
+def test_importing_the_package_loads_no_client_no_server_no_grpc() -> None:
+    """An executor that imports pk.sparkconnector pays for what it uses (docs/ARCHITECTURE.md)."""
+    heavy = ("grpc", "pyarrow", "numpy", "deltalake", "pk.client", "pk.server")
+    assert imported("pk, pk.types, pk.settings, pk.errors", heavy) == "[]"
+
+
+def test_a_supervisor_loads_no_arrow_and_no_grpc() -> None:
+    """It holds no data and speaks no protocol; every node has one more process for it."""
+    heavy = ("grpc", "google.protobuf", "pyarrow", "numpy", "deltalake")
+    assert imported("pk.server.node.supervisor", heavy) == "[]"

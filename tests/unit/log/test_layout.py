@@ -24,7 +24,7 @@ from pk.log.manager import LogManager
 from pk.log.plan import LogConfig
 from pk.server.metadata import snapshot
 from pk.server.metadata.image import BrokerState, MetadataImage, TopicState
-from pk.server.raft import recovery
+from pk.server.raft import quorum_state_store
 from pk.server.raft.messages import Vote
 from pk.server.raft.snapshot_id import SnapshotId, file_name
 from pk.sim.disk import SimDisk, SimStorage
@@ -106,8 +106,8 @@ async def written() -> dict[str, bytes]:
     manager.set_high_watermark(key, log.written_end)
     manager.remember_broker_epoch(5)
     await manager.close()
-    vote = recovery.state_bytes(Vote(3, 1, "d"), 8)
-    files = storage.files() | {recovery.QUORUM_STATE: vote}
+    vote = quorum_state_store.state_bytes(Vote(3, 1, "d"), 8)
+    files = storage.files() | {quorum_state_store.QUORUM_STATE: vote}
     image = MetadataImage(offset=6)
     image.topics["topic-id"] = TopicState("t", "topic-id")
     image.brokers[7] = BrokerState(7, 3, "i", "b", ("d",), "a:1", "r", changed_offset=5)

@@ -19,7 +19,7 @@ from pk.log.files import RealStorage
 from pk.server.node.format import Formatted, controller_identity, format_node, prepare
 from pk.server.node.run_config import RunConfig
 from pk.server.node.settings import Resolved, resolve, voter_directory_id
-from pk.server.raft.recovery import first_state
+from pk.server.raft.quorum_state_store import first_state
 
 CLUSTER = "11111111-2222-4333-8444-555555555555"
 VOTERS = "1@127.0.0.1:1,2@127.0.0.1:2,3@127.0.0.1:3"

@@ -24,7 +24,8 @@ from pk.server.raft.messages import (
     Vote,
     Voter,
 )
-from pk.server.raft.recovery import LOG_DIR, QUORUM_STATE, SnapshotRules, read_state
+from pk.server.raft.quorum_state_store import QUORUM_STATE, read_state
+from pk.server.raft.recovery import LOG_DIR, SnapshotRules
 from pk.server.raft.snapshot_id import SnapshotId, file_name
 from pk.sim.disk import SimDisk, SimStorage
 from pk.sim.world import SimWorld

@@ -15,16 +15,8 @@ from pk.server.metadata.image import MetadataImage
 from pk.server.metadata.records import encode_batch, record_of
 from pk.server.raft import recovery
 from pk.server.raft.messages import Vote
-from pk.server.raft.recovery import (
-    LOG_DIR,
-    QUORUM_STATE,
-    SnapshotRules,
-    base_of,
-    first_state,
-    read_state,
-    recover,
-    state_bytes,
-)
+from pk.server.raft.quorum_state_store import QUORUM_STATE, first_state, read_state, state_bytes
+from pk.server.raft.recovery import LOG_DIR, SnapshotRules, base_of, recover
 from pk.server.raft.snapshot_id import NOTHING, SnapshotId, file_name
 from pk.sim.disk import SimStorage
 from pk.wire import pk_pb2 as wire
