@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 
-from tests.sim.replication_kit import Kit
+from tests.kit.cluster import Kit
 
 
 @pytest.fixture
-def make() -> Iterator[Any]:
-    """Clusters of `replication_kit`, closed at the end."""
+def make(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Clusters of `tests.kit.cluster`, closed at the end; a module's KIT has its options."""
     made: list[Kit] = []
+    defaults = getattr(request.module, "KIT", {})
 
     def one(seed: int, **given: Any) -> Kit:
-        made.append(Kit(seed, **given))
+        made.append(Kit(seed, **{**defaults, **given}))
         return made[-1]
 
     yield one

@@ -10,9 +10,10 @@ from pk import errors
 from pk.client.described import PartitionDescription, describe_partitions
 from pk.client.offsets import lookup_offsets
 from pk.types import TopicPartition
-from tests.sim.clients_kit import SESSION_MS, Lines, Town, make
+from tests.kit.cluster import SESSION_MS, Kit, Lines
 
-__all__ = ["make"]
+#: Clients as people configure them, for the fixture `make`.
+KIT = {"client_defaults": True}
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
@@ -44,7 +45,7 @@ def test_offsets_are_found_although_a_leader_is_silent(make: Any) -> None:
 # -- administration --------------------------------------------------------------------------------
 
 
-def describe(kit: Town, *names: str) -> list[PartitionDescription]:
+def describe(kit: Kit, *names: str) -> list[PartitionDescription]:
     cluster = kit.cluster("admin")
 
     def attempt(timeout_ms: int) -> Any:

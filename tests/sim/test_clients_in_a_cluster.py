@@ -16,9 +16,10 @@ from pk.client.network_client import HEDGE_MS, PING_MS
 from pk.server.handlers.metadata import metadata
 from pk.types import TopicPartition
 from pk.wire import pk_pb2 as wire
-from tests.sim.clients_kit import SESSION_MS, Lines, Reader, make
+from tests.kit.cluster import SESSION_MS, Lines, Reader
 
-__all__ = ["make"]
+#: Clients as people configure them, for the fixture `make`.
+KIT = {"client_defaults": True}
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 

@@ -3,60 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 
 from pk import errors
-from pk.log.storage import Disk
-from pk.server.broker.node import BrokerNode
-from pk.sim.disk import SimDisk, SimStorage
-from pk.world import World
-from tests.sim.replication_kit import BrokerLog, Kit, Ledger
+from tests.kit.cluster import Kit, Ledger
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
-class Houses(Kit):
-    """Every broker has a second directory."""
-
-    def boot(self, n: int) -> None:
-        self.second: dict[int, SimStorage] = getattr(self, "second", {})
-        self.second.setdefault(n, SimStorage(f"s{n}", self.sim.random(f"second{n}")))
-
-        async def main(world: World) -> None:
-            storages = (self.storages[n], self.second[n])
-            disks: list[Disk] = [SimDisk(each, world.clock, world.rng) for each in storages]
-            server = {**self.run.server, "listen": f"b{n}:{self.port}", "node_id": n}
-            ids = tuple(each.root * 12 for each in storages)
-            self.brokers[n] = node = BrokerNode(
-                world,
-                disks,
-                replace(self.run, node_id=n, server=server, directory_ids=ids),
-                boot_id=f"boot-{n}-{self.boots[n]}",
-                incarnation_id=world.new_id(),
-                log=BrokerLog(f"b{n}", self),
-            )
-            await node.start()
-
-        self.sim.start(f"b{n}", main)
-
-    def kill(self, n: int) -> None:
-        super().kill(n)
-        self.second[n].crash()
-
-    def lies_on_second(self, n: int, topic: str) -> bool:
-        return self.replica(n, topic).writer.disk.storage is self.second[n]
-
-
 @pytest.fixture
-def kit() -> Iterator[Houses]:
-    made = Houses(31, auto_leader_rebalance_enable=False)
+def kit() -> Iterator[Kit]:
+    made = Kit(31, directories=2, auto_leader_rebalance_enable=False)
     yield made
     made.sim.close()
 
 
-def test_a_directory_that_fails_and_comes_back(kit: Houses) -> None:
+def test_a_directory_that_fails_and_comes_back(kit: Kit) -> None:
     """broker/metadata_publisher M4, M6, L2, L3: its replicas leave the ISR and are not created in
     another directory; the other directory's replicas stay.  When the directory is back, its logs
     are compared with the leaders' before they count.
@@ -98,7 +61,7 @@ def test_a_directory_that_fails_and_comes_back(kit: Houses) -> None:
         assert len({kit.content(each, name) for each in (1, 2, 3)}) == 1
 
 
-def test_a_directory_that_hangs_keeps_nobody_in_the_isr(kit: Houses) -> None:
+def test_a_directory_that_hangs_keeps_nobody_in_the_isr(kit: Kit) -> None:
     """broker/scheduler U4: only its leader sees that a follower stands still, and what the leader's
     other directory has to say waits for that, but for no disk.
     """

@@ -11,7 +11,7 @@ import pytest
 from pk import errors
 from pk.log.partition_log import PartitionLog
 from pk.wire import pk_pb2 as wire
-from tests.sim.replication_kit import Kit, Ledger, written
+from tests.kit.cluster import Kit, Ledger, written
 from tests.sim.test_metadata_snapshots import Cluster, Node, away, caught_up
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pk import errors
-from tests.sim.replication_kit import Kit, Ledger, written
+from tests.kit.cluster import Kit, Ledger, written
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 

@@ -13,7 +13,7 @@ from pk.server.broker.metadata_publisher import POLL_WAIT_MS
 from pk.server.replica.delayed_produce import DelayedProduce
 from pk.server.replica.partition import Partition
 from pk.types import NodeId
-from tests.sim.replication_kit import Kit
+from tests.kit.cluster import Kit
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 

@@ -5,31 +5,22 @@ from __future__ import annotations
 import asyncio
 import copy
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from pk import errors
 from pk.log import sealed
-from pk.server.metadata.image import MetadataImage
-from pk.server.metadata.record_serde import MetadataRecordSerde
-from pk.server.metadata.records import MetadataRecord, record_of
-from pk.server.metadata.snapshot_generator import SnapshotGenerator
 from pk.server.raft import codec
-from pk.server.raft.log import RaftLog
-from pk.server.raft.messages import Voter, VoteRequest, VotersChange
+from pk.server.raft.messages import VoteRequest, VotersChange
 from pk.server.raft.quorum_state_store import QUORUM_STATE
 from pk.server.raft.recovery import LOG_DIR, SnapshotRules
 from pk.server.raft.snapshot_id import file_name, id_of
-from pk.sim.cluster import KillableStorage
-from pk.sim.disk import SimDisk
-from pk.sim.world import SimWorld
 from pk.types import NONE
 from pk.wire import pk_pb2 as wire
-from pk.wire.calls import PROTOCOL, Caller, accept_stream, serve_control
-from pk.world import Stream, StreamKind, World
+from pk.wire.calls import PROTOCOL, Caller
+from tests.kit.raft_cluster import Node, RaftCluster
 
 # what a killed node left half done is unwound when its world ends, and may complain
 pytestmark = [
@@ -41,156 +32,13 @@ pytestmark = [
 OFTEN = SnapshotRules(max_bytes=1_500, max_interval_ms=0)
 
 
-@dataclass
-class Node:
-    name: str
-    voter: Voter
-    address: str
-    storage: KillableStorage
-    log: RaftLog[MetadataRecord] | None = None
-    fatal: list[BaseException] = field(default_factory=list)
-    said: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
-
-    def heard(self, event: str) -> int:
-        return sum(name == event for name, _ in self.said)
-
-
-class Cluster:
-    """Nodes that may die in any operation, and the writes that clients know are committed."""
-
-    def __init__(
-        self, seed: int, size: int = 3, rules: SnapshotRules = OFTEN, voters: int = 9
-    ) -> None:
-        self.sim = SimWorld(seed)
-        self.rng = self.sim.random("faults")
-        self.rules = rules
-        self.pace_ms = (5.0, 60.0)
-        self.nodes = []
-        for n in range(1, size + 1):
-            storage = KillableStorage(f"c{n}", self.sim.random(f"disk{n}"))
-            self.nodes.append(Node(f"c{n}", Voter(n, f"dir{n}"), f"c{n}:1", storage))
-        self.voters = {node.voter: node.address for node in self.nodes[:voters]}
-        self.committed: list[str] = []
-        self.tried = 0
-        for node in self.nodes:
-            self.boot(node)
-
-    def alive(self, node: Node) -> bool:
-        known = self.sim.nodes.get(node.name)
-        return known is not None and known.alive
-
-    def boot(self, node: Node) -> None:
-        if not self.alive(node):
-            node.storage.on_death = lambda: self.sim.kill(node.name)
-            self.sim.start(node.name, lambda world: self._main(node, world))
-
-    async def _main(self, node: Node, world: World) -> None:
-        disk = SimDisk(node.storage, world.clock, world.rng)
-        self.sim.nodes[node.name].on_kill.append(disk.kill)
-        log = RaftLog(
-            world,
-            disk,
-            MetadataRecordSerde(),
-            SnapshotGenerator,
-            me=node.voter,
-            address=node.address,
-            on_fatal=node.fatal.append,
-            voters=self.voters,
-            rules=self.rules,
-            say=lambda event, **facts: node.said.append((event, facts)),
-        )
-
-        async def serve(_kind: StreamKind, stream: Stream) -> None:
-            if await accept_stream(stream, wire.HelloReply(protocol=PROTOCOL)) is not None:
-                await serve_control(stream, log.handlers())
-
-        try:
-            await log.open()
-        except errors.PkError as failure:
-            node.fatal.append(failure)
-            return
-        node.log = log
-        await world.network.listen(node.address, serve)
-        while True:
-            await log.lead()
-            await self._work(log, world)
-
-    async def _work(self, log: RaftLog[MetadataRecord], world: World) -> None:
-        """A topic, and a setting said again, as long as this node leads."""
-        while log.leadership.start != NONE:
-            await world.clock.sleep_ms(world.rng.uniform(*self.pace_ms))
-            self.tried += 1
-            name = f"t{self.tried}"
-            config = wire.ConfigRecord(
-                resource_type="broker", resource_name="", name=f"k{self.tried % 3}", value=name
-            )
-            topic = wire.TopicRecord(name=name, topic_id=name)
-            try:
-                log.append([record_of(topic), record_of(config)], 0)
-                await log.commit()
-            except errors.ControllerUnavailable:
-                continue  # its outcome is open
-            self.committed.append(name)
-
-    def down(self, node: Node, *, power: bool) -> None:
-        self.sim.kill(node.name)
-        node.log = None
-        node.storage.power_loss() if power else node.storage.crash()
-
-    def bury(self, *, power: bool | None = None) -> None:
-        """What died by itself is off the network and its disk lost power, or not."""
-        for node in self.nodes:
-            if not self.alive(node) and (node.log is not None or node.storage._dead):
-                lost = self.rng.random() < 0.6 if power is None else power
-                self.down(node, power=lost)
-
-    def leader(self) -> Node | None:
-        leaders = [n for n in self.nodes if n.log is not None and n.log.leadership.start != NONE]
-        return max(leaders, key=lambda n: n.log.epoch if n.log else 0, default=None)
-
-    def run(self, ms: float) -> None:
-        self.sim.loop.run_for_ms(ms)
-
-    def until(self, holds: Callable[[], bool]) -> None:
-        self.sim.run_until(holds)
-
-    def heal(self) -> None:
-        for a in self.nodes:
-            for b in self.nodes:
-                if a is not b:
-                    self.sim.network.heal(a.name, b.name)
-
-    def image(self, node: Node, end: int | None = None) -> MetadataImage:
-        """Return the image of the node's log, up to the end that it knows is committed."""
-        log, image = node.log, MetadataImage()
-        assert log is not None
-        self.sim.run(log._open_reader.replay(image.apply, log.committed if end is None else end))
-        return image
-
-    def same(self) -> None:
-        """Every log comes to the same, and holds what was committed."""
-        ends = [node.log.committed for node in self.nodes if node.log is not None]
-        assert len(ends) == len(self.nodes)
-        newest = max((n.log.newest_snapshot.end for n in self.nodes
-                      if n.log and n.log.newest_snapshot), default=0)  # fmt: skip
-        upto = max(min(ends), newest)
-        self.until(lambda: all(n.log is not None and n.log.committed >= upto for n in self.nodes))
-        images = [self.image(node, upto) for node in self.nodes if node.log is not None]
-        for image in images[1:]:
-            assert image == images[0]
-            assert list(image.topics) == list(images[0].topics)
-        known = self.image(self.nodes[0]).topics
-        lost = [name for name in self.committed[:-20] if name not in known]
-        assert not lost, lost
-
-
 @pytest.fixture
 def make() -> Iterator[Any]:
     """Worlds that end with the test, so that nothing of them is left to be collected later."""
-    made: list[Cluster] = []
+    made: list[RaftCluster] = []
 
-    def one(*given: Any, **more: Any) -> Cluster:
-        made.append(Cluster(*given, **more))
+    def one(*given: Any, **more: Any) -> RaftCluster:
+        made.append(RaftCluster(*given, **{"rules": OFTEN, **more}))
         return made[-1]
 
     yield one
@@ -198,7 +46,7 @@ def make() -> Iterator[Any]:
         each.sim.close()
 
 
-def fault(cluster: Cluster) -> None:
+def fault(cluster: RaftCluster) -> None:
     rng = cluster.rng
     one, two = rng.sample(cluster.nodes, 2)
     kind = rng.choice(["off", "leader", "dies", "dies", "dies", "boot", "boot", "cut", "heal"])
@@ -251,7 +99,7 @@ def test_the_histories_load_snapshots(make: Any) -> None:
     assert loaded > 0
 
 
-def away(cluster: Cluster, node: Node) -> None:
+def away(cluster: RaftCluster, node: Node) -> None:
     """`node` is off until the others' logs begin behind its end."""
     cluster.until(lambda: len(cluster.committed) > 20)
     node.storage.crash_at = None
@@ -261,7 +109,7 @@ def away(cluster: Cluster, node: Node) -> None:
     cluster.until(lambda: all(n.log is not None and n.log.log_start > end for n in others))
 
 
-def caught_up(cluster: Cluster, node: Node) -> bool:
+def caught_up(cluster: RaftCluster, node: Node) -> bool:
     leader = cluster.leader()
     if node.log is None or leader is None or leader.log is None:
         return False

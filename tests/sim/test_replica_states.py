@@ -17,7 +17,7 @@ from pk.server.replica.state import (
     ReplicaState,
 )
 from pk.types import PartitionKey
-from tests.sim.replication_kit import written
+from tests.kit.cluster import written
 from tests.sim.test_replicas_made_anew import damage, outside
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

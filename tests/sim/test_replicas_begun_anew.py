@@ -13,7 +13,7 @@ from pk.server.broker.metadata_publisher import POLL_WAIT_MS
 from pk.server.handlers.fetch import _read_all
 from pk.types import NodeId, Offset
 from pk.wire import pk_pb2 as wire
-from tests.sim.replication_kit import Kit, Ledger, written
+from tests.kit.cluster import Kit, Ledger, written
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 

@@ -10,7 +10,7 @@ import pytest
 from pk import errors
 from pk.server.broker.metadata_publisher import POLL_WAIT_MS
 from pk.wire import pk_pb2 as wire
-from tests.sim.replication_kit import Kit, Ledger, written
+from tests.kit.cluster import Kit, Ledger, written
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 

@@ -8,7 +8,7 @@ import pytest
 
 from pk.limits import HEADER_BYTES
 from pk.wire import pk_pb2 as wire
-from tests.sim.replication_kit import Ledger
+from tests.kit.cluster import Ledger
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 

@@ -14,7 +14,7 @@ from pk.log.divergence import EpochEnd
 from pk.log.manager import LogManager
 from pk.types import NONE, PartitionKey
 from pk.wire import pk_pb2 as wire
-from tests.sim.replication_kit import Kit, Ledger, assign, written
+from tests.kit.cluster import Kit, Ledger, assign, written
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 

@@ -13,14 +13,15 @@ from pk.sparkconnector.connection import ClusterClient
 from pk.sparkconnector.offsets import Range
 from pk.sparkconnector.scan import Scan
 from pk.wire import pk_pb2 as wire
-from tests.sim.clients_kit import SESSION_MS, Lines, Town, make
+from tests.kit.cluster import SESSION_MS, Kit, Lines
 
-__all__ = ["make"]
+#: Clients as people configure them, for the fixture `make`.
+KIT = {"client_defaults": True}
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
-def connect(kit: Town) -> ClusterClient:
+def connect(kit: Kit) -> ClusterClient:
     """What a Python worker of Spark has of the cluster."""
     world = kit.sim.world_of("reader")
     process: Any = SimpleNamespace(

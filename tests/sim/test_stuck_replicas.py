@@ -15,7 +15,7 @@ from pk.server.replica.delayed_produce import DelayedProduce
 from pk.server.replica.leader import ACKS_ALL
 from pk.types import NONE
 from pk.wire import pk_pb2 as wire
-from tests.sim.replication_kit import assign, written
+from tests.kit.cluster import assign, written
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 

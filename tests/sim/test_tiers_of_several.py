@@ -19,7 +19,7 @@ from pk.tiering.table import MemoryTables, moved
 from pk.tiering.worker import Executors
 from pk.wire import pk_pb2 as wire
 from pk.world import World
-from tests.sim.replication_kit import Kit, Ledger
+from tests.kit.cluster import Kit, Ledger
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 

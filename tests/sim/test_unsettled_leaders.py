@@ -18,7 +18,7 @@ import pytest
 from pk import errors
 from pk.server.replica.leader import Leader
 from pk.wire import pk_pb2 as wire
-from tests.sim.replication_kit import Kit, Ledger, assign
+from tests.kit.cluster import Kit, Ledger, assign
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 

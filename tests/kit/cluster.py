@@ -1,5 +1,5 @@
-"""A cluster of a controller and several brokers, and a driver that keeps a ledger, in one simulated
-world: the smallest surroundings in which replication can be seen to work.
+"""A simulated cluster of one controller and several brokers, with producers and readers that check
+every result.  The one kit of the tests of replication and of clients in a cluster.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ from pk.types import TopicPartition
 from pk.wire import pk_pb2 as wire
 from pk.world import World
 
+#: How quickly clients try again, unless they have the default settings.
 RETRIES = {"retry_backoff_ms": 20, "retry_backoff_max_ms": 200, "request_timeout_ms": 1_000}
 SERVER = {
     "broker_session_timeout_ms": 2_000,
     "broker_heartbeat_interval_ms": 300,
     "replica_lag_time_max_ms": 2_000,
 }
+SESSION_MS = SERVER["broker_session_timeout_ms"]
 
 
 class BrokerLog(tracing.Log):
@@ -53,10 +55,28 @@ class BrokerLog(tracing.Log):
 
 
 class Kit:
-    """Nodes that can be killed, lose power and come back."""
+    """Nodes that can be killed, lose power and come back.
 
-    def __init__(self, seed: int, brokers: int = 3, **server: Any) -> None:
+    directories: how many data directories each broker has, 1 or 2.
+    client_defaults: clients have the default settings, and a host that is silent stays connected,
+    as a process under SIGSTOP does.  Otherwise they retry quickly.
+    server: server settings of all nodes, besides SERVER.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        brokers: int = 3,
+        *,
+        directories: int = 1,
+        client_defaults: bool = False,
+        **server: Any,
+    ) -> None:
         self.sim = SimWorld(seed)
+        self.clients: dict[str, Any] = {"metadata_max_age_ms": 5_000, **RETRIES}
+        if client_defaults:
+            self.clients = {}
+            self.sim.network.silence_ms = 10**9
         self.bugs: list[str] = []
         self.said: list[tuple[str, str, dict[str, object]]] = []
         self.brokers: dict[int, BrokerNode] = {}
@@ -71,6 +91,11 @@ class Kit:
             server=settings.SERVER.resolve({**SERVER, **server}),
         )
         self.storages = {n: SimStorage(f"d{n}", self.sim.random(f"disk{n}")) for n in self.boots}
+        self.second = {
+            n: SimStorage(f"s{n}", self.sim.random(f"second{n}"))
+            for n in self.boots
+            if directories == 2
+        }
         self.meta = SimStorage("meta", self.sim.random("meta"))
         self.controller: ControllerNode | None = None
         self.sim.start("controller", self._controller)
@@ -89,11 +114,11 @@ class Kit:
 
     def boot(self, n: int) -> None:
         async def main(world: World) -> None:
-            disks: list[Disk] = [SimDisk(self.storages[n], world.clock, world.rng)]
+            storages = [each[n] for each in (self.storages, self.second) if n in each]
+            disks: list[Disk] = [SimDisk(each, world.clock, world.rng) for each in storages]
             server = {**self.run.server, "listen": f"b{n}:{self.port}", "node_id": n}
-            run = replace(
-                self.run, node_id=n, server=server, directory_ids=(self.storages[n].root * 12,)
-            )
+            ids = tuple(each.root * 12 for each in storages)
+            run = replace(self.run, node_id=n, server=server, directory_ids=ids)
             node = BrokerNode(
                 world,
                 disks,
@@ -112,6 +137,8 @@ class Kit:
         self.brokers.pop(n, None)
         self.sim.kill(f"b{n}")
         self.storages[n].crash()
+        if n in self.second:
+            self.second[n].crash()
 
     def power_loss(self, n: int) -> None:
         self.kill(n)
@@ -208,12 +235,15 @@ class Kit:
     def events(self, event: str) -> int:
         return sum(said[1] == event for said in self.said)
 
+    def lies_on_second(self, n: int, topic: str) -> bool:
+        return self.replica(n, topic).writer.disk.storage is self.second[n]
+
     # -- driver ------------------------------------------------------------------------------------
 
-    def cluster(self, name: str) -> NetworkClient:
+    def cluster(self, name: str, bootstrap: list[str] | None = None) -> NetworkClient:
         world = self.sim.world_of(name)
-        bootstrap = [f"b{n}:9292" for n in self.boots]
-        return NetworkClient(world, bootstrap, client_id=name, metadata_max_age_ms=5_000, **RETRIES)
+        given = bootstrap or [f"b{n}:9292" for n in self.boots]
+        return NetworkClient(world, given, client_id=name, **self.clients)
 
     def create(self, topic: str, partitions: int = 1, factor: int = 3, **configs: Any) -> None:
         request = wire.CreateTopicsRequest()
@@ -256,6 +286,33 @@ class Kit:
                 await cluster.close()
 
         return self.sim.run(story())
+
+    def soon(self, holds: Any, within_ms: int = 20_000) -> None:
+        deadline = self.now_ms + within_ms
+        self.until(lambda: holds() or self.now_ms > deadline)
+        assert holds()
+
+    def done(self, name: str, work: Any) -> Any:
+        task = self.sim.spawn(name, work)
+        self.until(task.done)
+        return task.result()
+
+    @property
+    def now_ms(self) -> float:
+        return self.sim.loop.now_us / 1000
+
+    def silence(self, n: int, *also: str, heal: bool = False) -> None:
+        """Let broker `n` answer no request, while its streams stay open."""
+        others = [f"b{each}" for each in self.boots if each != n]
+        change = self.sim.network.heal if heal else self.sim.network.cut
+        for name in ("controller", "admin", "producer", "reader", *others):
+            change(f"b{n}", name)
+
+    def spread(self, topic: str, **configs: Any) -> None:
+        """A topic with a partition led by each broker."""
+        self.create(topic, partitions=len(self.boots), **configs)
+        leaders = {self.state(topic, n).leader for n in range(len(self.boots))}
+        assert leaders == set(self.boots)
 
 
 class Ledger:
@@ -377,3 +434,110 @@ def assign(kit: Kit, topic: str, *replicas: int) -> None:
     )
     reply = kit.ask(request)
     assert not reply.results[0].HasField("error"), reply
+
+
+class Lines:
+    """One producer; a numbered record to every partition of a topic every few milliseconds."""
+
+    def __init__(
+        self, kit: Kit, topic: str, partitions: int = 1, bootstrap: Any = None, **given: Any
+    ) -> None:
+        self.kit = kit
+        self.topic = topic
+        self.partitions = partitions
+        self.sent = 0
+        self.acked: dict[tuple[int, int], int] = {}  #: (partition, number) -> offset
+        self.newest = dict.fromkeys(range(partitions), -1)  #: the last number acknowledged
+        self.failed: dict[tuple[int, int], errors.PkError] = {}
+        options, _ = producer_options(given)
+        self.world = kit.sim.world_of("producer")
+        cluster = kit.cluster("producer", bootstrap)
+        self.engine = ProduceEngine(self.world, cluster, options)
+        self._going = True
+        self._task = kit.sim.spawn("producer", self._run())
+
+    async def _run(self) -> None:
+        self.engine.cluster.start()
+        accumulator = await self.engine.open(self.topic, 60_000)
+        while self._going:
+            number, self.sent = self.sent, self.sent + 1
+            for partition in range(self.partitions):
+                value = b"%d" % number
+
+                def told(at: Any, error: Any, key: Any = (partition, number)) -> None:
+                    if error is None:
+                        self.acked[key] = at.offset
+                        self.newest[key[0]] = max(self.newest[key[0]], key[1])
+                    else:
+                        self.failed[key] = error
+
+                size = record_size(value, None, None, self.topic)
+                accumulator.append(value, None, None, partition, None, told, size=size)
+            self.engine.poke()
+            await self.world.clock.sleep_ms(self.world.rng.randint(1, 9))
+
+    def after(self, partition: int = 0) -> float:
+        """Run until a record that is sent from now on is acknowledged: how many ms that takes."""
+        begun, mark = self.kit.now_ms, self.sent
+        self.kit.until(lambda: self.newest[partition] >= mark or self.engine.fatal is not None)
+        assert self.engine.fatal is None, self.engine.fatal
+        return self.kit.now_ms - begun
+
+    def stop(self) -> None:
+        """No more; every record gets an outcome."""
+        self._going = False
+        self.kit.until(self._task.done)
+
+        async def flush() -> None:
+            self.engine.begin_flush()
+
+        self.kit.until(self.kit.sim.spawn("producer", flush()).done)
+        total = self.sent * self.partitions
+        self.kit.until(lambda: len(self.acked) + len(self.failed) == total)
+
+
+class Reader:
+    """One consumer of every partition, from the beginning."""
+
+    def __init__(self, kit: Kit, topic: str, partitions: int = 1) -> None:
+        self.kit = kit
+        self.rows: dict[int, list[tuple[int, int]]] = {p: [] for p in range(partitions)}
+        self.told: list[errors.PkError] = []
+        self.world = kit.sim.world_of("reader")
+        options = consumer_options({"auto_offset_reset": "earliest"})
+        self.engine = FetchEngine(self.world, kit.cluster("reader"), options)
+        self._task = kit.sim.spawn("reader", self._run(topic))
+
+    async def _run(self, topic: str) -> None:
+        self.engine.assign([TopicPartition(topic, p) for p in self.rows])
+        while True:
+            await self.world.clock.sleep_ms(2)
+            try:
+                found = self.engine.drain()
+            except errors.PkError as error:
+                self.told.append(error)
+                continue
+            for place, batch in found:
+                offsets = batch.column("offset").to_pylist()
+                values = map(int, batch.column("value").to_pylist())
+                self.rows[place.partition] += zip(offsets, values, strict=True)
+
+    def after(self, partition: int = 0) -> float:
+        """Run until something new is read: how many ms that takes."""
+        begun, seen = self.kit.now_ms, len(self.rows[partition])
+        self.kit.until(lambda: len(self.rows[partition]) > seen)
+        return self.kit.now_ms - begun
+
+    def check(self, lines: Lines) -> None:
+        """Everything acknowledged was read, where it was said, each once, in order, no gap."""
+        for partition, rows in self.rows.items():
+            offsets = [offset for offset, _ in rows]
+            assert offsets == list(range(len(rows))), "a gap or a repetition"
+            numbers = [number for _, number in rows]
+            assert numbers == sorted(set(numbers)), "order, exactly once"
+            for (p, number), offset in lines.acked.items():
+                assert p != partition or rows[offset] == (offset, number)
+
+    def catch_up(self, lines: Lines) -> None:
+        want = {p: max(o for (q, _), o in lines.acked.items() if q == p) + 1 for p in self.rows}
+        self.kit.until(lambda: all(len(self.rows[p]) >= end for p, end in want.items()))
