@@ -21,11 +21,14 @@ S3 ?= optional
 VERSITYGW := github.com/versity/versitygw/cmd/versitygw@v1.8.0
 
 PYTEST := $(PY) -m pytest -q $(ARGS)
-# What starts no process shares the cores; real processes have them to themselves.
+# What starts no process computes: one worker for each core.  Real processes wait more than they
+# compute: one worker more.  Each takes a whole file, the long ones first (tests/conftest.py).
 SPREAD := -n 2 --dist worksteal
+REAL_SPREAD := -n 3 --dist loadfile
 FAST := $(wildcard tests/unit tests/contract tests/property tests/sim tests/soak tests/chaos)
 REAL := $(wildcard tests/contract tests/integration tests/spark tests/s3 tests/chaos tests/soak)
 PLAIN := not s3 and not spark and not chaos and not peer
+PROCESSES := (integration or spark or s3 or chaos) and not peer
 
 ##@ The main job
 .PHONY: demo
@@ -47,10 +50,8 @@ test-fast: $(VENV)/.ready
 
 .PHONY: test-real
 test-real: $(VENV)/.jars s3-server
-	$(PYTEST) $(REAL) -m "$(PLAIN) and integration"
-	$(PYTEST) $(REAL) -m "spark and not s3 and not peer and not chaos"
-	$(PYTEST) $(REAL) -m s3
-	$(PYTEST) tests/chaos -m chaos
+	$(PYTEST) $(REAL_SPREAD) $(REAL) -m "$(PROCESSES) and not alone"
+	$(PYTEST) $(REAL) -m "$(PROCESSES) and alone"
 
 .PHONY: test-unit
 test-unit: $(VENV)/.ready ## pure parts, contracts, properties, simulation (no process, no JVM)
@@ -59,7 +60,8 @@ test-unit: $(VENV)/.ready ## pure parts, contracts, properties, simulation (no p
 .PHONY: test-integration
 test-integration: $(VENV)/.ready ## whole clusters: simulated from seeds, and real processes
 	$(PYTEST) $(SPREAD) $(FAST) -m "$(PLAIN) and sim and not integration"
-	$(PYTEST) $(REAL) -m "$(PLAIN) and integration"
+	$(PYTEST) $(REAL_SPREAD) $(REAL) -m "$(PLAIN) and integration and not alone"
+	$(PYTEST) $(REAL) -m "$(PLAIN) and integration and alone"
 
 .PHONY: test-spark
 test-spark: $(VENV)/.jars ## Spark source and sink, Delta tables read by Spark
@@ -76,9 +78,9 @@ test-chaos: $(VENV)/.ready ## five rounds of kill -9 under load, and four faults
 .PHONY: check
 check: $(VENV)/.ready ## lint, types, layers, generated pages
 	$(VENV)/bin/ruff check .
-	$(VENV)/bin/mypy -p pk
 	$(VENV)/bin/codespell src log server client tiering sparkconnector sim docs *.md
-	$(PYTEST) tests/test_tidy*.py
+	$(VENV)/bin/mypy -p pk & types=$$!; \
+	  $(PYTEST) tests/test_tidy*.py || { wait $$types; exit 1; }; wait $$types
 
 ##@ Long runs and comparisons
 .PHONY: sim

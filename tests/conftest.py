@@ -1,4 +1,4 @@
-"""What every suite shares: hypothesis profiles, and nothing that touches the world."""
+"""What every suite shares: hypothesis profiles, the order of tests, and their groups."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadScopeScheduling
+
+#: Tests that start a JVM: one at a time, and those of tests/spark share a session.
+JVM = ("tests/spark/", "tests/integration/test_demo.py", "tests/integration/test_readme.py")
 
 # A deadline measures the machine, not the code; a failure prints what reproduces it.
 _COMMON = {
@@ -40,3 +45,37 @@ s3_server = importlib.import_module("versitygw").s3_server
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--rewrite`: write golden traces again instead of comparing them."""
     parser.addoption("--rewrite", action="store_true", help="write the golden traces again")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that have a `long` test.
+
+    One that began last would leave the other workers idle.
+    """
+    long = {scope_of(item.nodeid) for item in items if item.get_closest_marker("long")}
+    items.sort(key=lambda item: scope_of(item.nodeid) not in long)
+
+
+def scope_of(nodeid: str) -> str:
+    """Return what runs in one worker: a file, or everything that starts a JVM."""
+    return "JVM" if nodeid.startswith(JVM) else nodeid.partition("::")[0]
+
+
+class ScopesInOrder(LoadScopeScheduling):
+    """Gives every worker that is free the next scope, in the order of the collection.
+
+    Tests of a file may share a server.  `--dist loadgroup` could say which do; xdist 3.8 does not
+    apply it under pytest 9.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        return scope_of(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ScopesInOrder | None:
+    """`--dist loadfile` is ScopesInOrder."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    config.option.loadscopereorder = False
+    return ScopesInOrder(config, log)

@@ -119,13 +119,13 @@ class Nodes:
 
     def doubts(self, expected: dict[int, str]) -> None:
         """Wait until the brokers say so of their clocks."""
-        found: dict[int, str] = {}
 
         def holds() -> bool:
-            listed = self.brokers()
-            found.update({n: listed[n]["clock_doubt"] for n in expected if n in listed})
-            trusted = all(listed[n]["clock_trusted"] == (not w) for n, w in expected.items())
-            return trusted and found == expected
+            listed = {each.broker_id: each for each in self.admin.list_brokers()}
+            found = {n: listed[n].clock_doubt for n in expected if n in listed}
+            return found == expected and all(
+                listed[n].clock_trusted == (not doubt) for n, doubt in expected.items()
+            )
 
         until(holds, f"the clocks of brokers are {expected}")
 

@@ -13,6 +13,7 @@ RUN = Path(__file__).parent / "run.py"
 
 
 @pytest.mark.chaos
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_five_rounds_lose_and_double_nothing(tmp_path: Path) -> None:
     verdict = tmp_path / "verdict.json"

@@ -13,6 +13,7 @@ RUN = Path(__file__).parent / "cluster_run.py"
 
 
 @pytest.mark.chaos
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_cluster_keeps_what_it_acknowledged(tmp_path: Path) -> None:
     verdict = tmp_path / "verdict.json"

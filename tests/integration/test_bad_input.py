@@ -7,7 +7,6 @@ is in `test_tier_bad_input.py`, directories, ports and settings in `test_supervi
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ import pyarrow as pa
 import pytest
 
 from pk import AdminClient, Consumer, Producer, TopicPartition, errors
-from pk.cli.embedded import EmbeddedServer
+from pk.cli.embedded import EmbeddedServer, ReservedPorts
 from pk.clock import SystemClock
 from pk.log import batch as batches
 from pk.log import columns
@@ -55,9 +54,8 @@ class Node:
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     home = tmp_path_factory.mktemp("bad")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        metrics = f"127.0.0.1:{probe.getsockname()[1]}"
+    ports = ReservedPorts()
+    metrics = ports.address()
     settings = {"metrics": metrics, "log_retention_check_interval_ms": 200}
     server = EmbeddedServer(home / "pk", tier_url=(home / "tier").as_uri(), settings=settings)
     with server, AdminClient(server.address) as admin:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import socket
 import subprocess
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
@@ -20,7 +19,7 @@ import pyarrow as pa
 import pytest
 
 from pk import errors
-from pk.cli.embedded import EmbeddedServer
+from pk.cli.embedded import EmbeddedServer, ReservedPorts
 from pk.clock import SystemClock, monotonic_s
 from pk.log import batch as batches
 from pk.log import columns
@@ -238,9 +237,8 @@ def test_a_full_disk_pushes_back_and_service_resumes_with_space(small_disk: Path
 
 
 def test_metrics_and_health_are_served(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    ports = ReservedPorts()
+    port = ports.draw()
     with EmbeddedServer(tmp_path / "node", settings={"metrics": f"127.0.0.1:{port}"}) as server:
 
         async def story() -> None:

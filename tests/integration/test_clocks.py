@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from wrong_clock import needs_faketime
 
-pytestmark = [pytest.mark.integration, needs_faketime]
+pytestmark = [pytest.mark.integration, pytest.mark.long, needs_faketime]
 
 ABUSE = Path(__file__).resolve().parents[1] / "abuse"
 

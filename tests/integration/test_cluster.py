@@ -62,6 +62,7 @@ def in_step(bootstrap: str) -> Any:
     return until(look, "a voter lags")
 
 
+@pytest.mark.long
 def test_three_nodes_go_on_whoever_dies(cluster: EmbeddedCluster) -> None:
     cluster.add(1, 2, 3)
     cluster.start()

@@ -42,8 +42,8 @@ def repair(directory: Path, *options: str) -> Any:
     return json.loads(done.stdout)
 
 
-def segments(directory: Path) -> list[Path]:
-    return sorted((directory / "data" / "topics" / f"{TOPIC}-0").glob("*.log"))
+def segments(directory: Path, partition: int = 0) -> list[Path]:
+    return sorted((directory / "data" / "topics" / f"{TOPIC}-{partition}").glob("*.log"))
 
 
 def flip(directory: Path) -> Path:
@@ -134,34 +134,40 @@ def test_both_sides_of_a_damaged_batch_are_read_and_the_range_is_told_once(tmp_p
             assert values(consumer, BATCHES + 1) == [*whole, BATCHES, BATCHES + 1]
 
 
-@pytest.mark.parametrize("hit", [0, FLIPPED, BATCHES - 1])
-def test_a_flipped_length_after_a_kill_cuts_nothing(tmp_path: Path, hit: int) -> None:
-    """The first, a middle and the last batch announce more bytes than the file has.  That is no
-    torn tail: everything else is served, and no acknowledged offset is given again.
+def test_flipped_lengths_after_a_kill_cut_nothing(tmp_path: Path) -> None:
+    """The first, a middle and the last batch of a partition announce more bytes than the file has.
+    That is no torn tail: everything else is served, and no acknowledged offset is given again.
     """
+    hits = (0, FLIPPED, BATCHES - 1)  #: of partition 0, 1, 2
     with EmbeddedServer(tmp_path) as server:
         with AdminClient(server.address) as admin:
-            admin.create_topic(TOPIC, 1, {"retention_ms": -1})
+            admin.create_topic(TOPIC, len(hits), {"retention_ms": -1})
         with Producer(server.address, linger_ms=0) as producer:
             for number in range(BATCHES):
-                producer.send(TOPIC, b"%03d" % number + bytes(SIZE)).result(PATIENCE_S)
+                value = b"%03d" % number + bytes(SIZE)
+                for partition in range(len(hits)):
+                    producer.send(TOPIC, value, partition=partition).result(PATIENCE_S)
         for role in ("supervisor", "broker"):
             server.kill(role)
-    (path,) = segments(tmp_path)
-    raw = bytearray(path.read_bytes())
-    (position,) = [
-        at for at, header in batches.iter_headers(bytes(raw)) if header.base_offset == hit
-    ]
-    raw[position + 10] ^= 0x40  # of the length: 4 MiB
-    path.write_bytes(raw)
+    for partition, hit in enumerate(hits):
+        (path,) = segments(tmp_path, partition)
+        raw = bytearray(path.read_bytes())
+        (position,) = [
+            at for at, header in batches.iter_headers(bytes(raw)) if header.base_offset == hit
+        ]
+        raw[position + 10] ^= 0x40  # of the length: 4 MiB
+        path.write_bytes(raw)
     with EmbeddedServer(tmp_path) as server:
-        with Producer(server.address) as producer:
-            stored = producer.send(TOPIC, b"%03d" % BATCHES)
-            assert stored.result(PATIENCE_S).offset == BATCHES
-        with Consumer(server.address, auto_offset_reset="earliest") as consumer:
-            consumer.assign([TopicPartition(TOPIC, 0)])
-            assert values(consumer, hit) == list(range(hit))
-            refused(consumer, errors.DataLoss, rf"offsets \[{hit}, {hit + 1}\)")
-            assert values(consumer, BATCHES - hit) == list(range(hit + 1, BATCHES + 1))
-    (row,) = repair(tmp_path)["ranges"]
-    assert (row["offset"], row["next_offset"]) == (hit, hit + 1)
+        for partition, hit in enumerate(hits):
+            with Producer(server.address) as producer:
+                stored = producer.send(TOPIC, b"%03d" % BATCHES, partition=partition)
+                assert stored.result(PATIENCE_S).offset == BATCHES
+            with Consumer(server.address, auto_offset_reset="earliest") as consumer:
+                consumer.assign([TopicPartition(TOPIC, partition)])
+                assert values(consumer, hit) == list(range(hit))
+                refused(consumer, errors.DataLoss, rf"offsets \[{hit}, {hit + 1}\)")
+                assert values(consumer, BATCHES - hit) == list(range(hit + 1, BATCHES + 1))
+    rows = repair(tmp_path)["ranges"]
+    assert {(row["partition"], row["offset"], row["next_offset"]) for row in rows} == {
+        (f"{TOPIC}-{partition}", hit, hit + 1) for partition, hit in enumerate(hits)
+    }

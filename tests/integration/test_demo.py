@@ -17,6 +17,7 @@ FLIGHTS = 20_000
 
 
 @pytest.mark.spark
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_the_demo_proves_itself_on_a_part_of_the_flights(tmp_path: Path) -> None:
     done = subprocess.run(

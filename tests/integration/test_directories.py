@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 
 from pk import AdminClient, Consumer, Producer, TopicPartition, errors
-from pk.cli.embedded import EmbeddedServer
+from pk.cli.embedded import EmbeddedServer, ReservedPorts
 from pk.clock import block_s, monotonic_s
 
 pytestmark = pytest.mark.integration
@@ -29,9 +28,8 @@ class Node:
 
     def __init__(self, home: Path) -> None:
         self.home = home
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.metrics = f"127.0.0.1:{probe.getsockname()[1]}"
+        self.ports = ReservedPorts()
+        self.metrics = self.ports.address()
         self.server = EmbeddedServer(home, data=("a", "b"), settings={"metrics": self.metrics})
 
     @property

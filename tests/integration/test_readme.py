@@ -89,6 +89,7 @@ def test_the_quick_start_works_as_written(server: EmbeddedServer, tmp_path: Path
 
 
 @pytest.mark.spark
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_sparks_lines_and_the_table_without_pk(server: EmbeddedServer, tmp_path: Path) -> None:
     run_shell(server)

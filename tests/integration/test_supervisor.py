@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from pk import errors
+from pk.cli.embedded import ReservedPorts
 from pk.clock import SystemClock
 from pk.log import sealed
 from pk.wire import pk_pb2 as wire
@@ -140,7 +141,8 @@ def topics(address: str) -> dict[str, list[int]]:
 
 def test_a_life(start: Callable[..., Server], tmp_path: Path) -> None:
     """Ready line, pid files, drain, clean restart under the same identity, health endpoint."""
-    port = _free_port()
+    ports = ReservedPorts()
+    port = ports.draw()
     directory = str(tmp_path / "data")
     server = start("--dir", directory, "--listen", "127.0.0.1:0", "--metrics", f"127.0.0.1:{port}")
     ready = server.line()
@@ -340,10 +342,3 @@ def test_file_environment_and_flags(start: Callable[..., Server], tmp_path: Path
     code, err = server.stop()
     assert code == 0
     assert "no TLS" in err
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

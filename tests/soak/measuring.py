@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import urllib.request
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -17,18 +16,15 @@ from pathlib import Path
 
 from figures import Sample, median
 
+from pk.cli.embedded import ReservedPorts
 from pk.clock import block_s
 
 #: A sample's descriptors are the median of so many looks, this far apart: those that are held.  A
 #: checkpoint of the table has a few files open for a tenth of a second.
 LOOKS, LOOK_S = 5, 0.1
 TOLD_TIMEOUT_S = 10
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+#: Reserves a port until this process ends.
+free_port = ReservedPorts().draw
 
 
 def sample(pid: int, at_s: float, descriptors: Sequence[int]) -> Sample:

@@ -17,6 +17,7 @@ RUN = Path(__file__).parent / "cluster_run.py"
 
 
 @pytest.mark.integration
+@pytest.mark.alone
 def test_a_short_soak_reports_everything(tmp_path: Path) -> None:
     verdict = tmp_path / "verdict.json"
     command = [sys.executable, str(RUN), "--minutes", "0.03", "--rate", "20000"]

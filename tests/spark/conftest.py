@@ -23,6 +23,7 @@ def pytest_collection_modifyitems(items) -> None:
     for item in items:
         if "tests/spark" in str(item.path).replace("\\", "/"):
             item.add_marker(pytest.mark.spark)
+            item.add_marker(pytest.mark.long)
             item.add_marker(pytest.mark.timeout(600))
 
 
