@@ -287,7 +287,7 @@ def in_a_follower(it: Replicas, flips: int) -> Verdict:
 def in_a_dead_follower(it: Replicas, flips: int) -> Verdict:
     """Killed, damaged, and started again behind the others."""
     it.lead(2)
-    it.fill(10)
+    it.fill(20)
     it.nodes[3].kill()
     hit = it.drawn(range(len(it.values)), 2 * flips)
     it.flip(3, hit)

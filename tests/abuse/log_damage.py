@@ -8,10 +8,10 @@ while the server runs, after a stop, or after a kill.  Then it reads everything.
   continues the partition takes new records, at offsets that were not given before
   repaired  `pk log repair --yes` leaves the same records, and no error
 
-Each damaged batch gets one flip; the batch's header is as likely to be hit as its body.  No two
-neighbouring batches are hit, except in the last round of the long form.  There an undamaged batch
-between two damaged ones may be reported as lost, because nothing proves its place; all records that
-are read must still be right.
+Each damaged batch gets one flip; the batch's header is as likely to be hit as its body.  Two
+undamaged batches lie between any two damaged ones, except in the last round of the long form.
+There an undamaged batch between two damaged ones may be reported as lost, because nothing proves
+its place (log/damage D1); all records that are read must still be right.
 
 Then the same for three nodes of which one replica is damaged (_replica_damage.py).
 """
@@ -83,7 +83,7 @@ class Readings:
 def fill(server: EmbeddedServer, ledger: Ledger, rng: random.Random, count: int) -> None:
     """`count` records for every partition, in batches of some records."""
     for codec in CODECS:
-        options = {"compression": codec, "linger_ms": 5, "batch_size": 16_384}
+        options = {"compression": codec, "linger_ms": 5, "batch_size": 4096}
         with Producer(server.address, **options) as producer:
             sent = []
             for number in range(count):
@@ -111,20 +111,25 @@ def batches_of(
 
 
 def flip(server: EmbeddedServer, ledger: Ledger, rng: random.Random, count: int) -> None:
-    """One bit in each of `count` batches, no two side by side unless `ledger.anywhere`; never in a
-    partition's last two: which offsets a damaged tail held is not always known."""
+    """Flip one bit in each of `count` batches, two others between any two unless `ledger.anywhere`.
+
+    The last two batches of a partition are spared: which offsets a damaged tail held is not always
+    known.
+    """
     found = [
-        (place, *batch)
+        (place, number, *batch)
         for place in sorted(ledger.values)
-        for batch in list(batches_of(server, place))[:-2]
+        for number, batch in enumerate(list(batches_of(server, place))[:-2])
     ]
     rng.shuffle(found)
-    for place, path, position, header in found:
-        hit = ledger.hit.setdefault(place, set())
-        near = {header.base_offset - 1, header.next_offset} & hit
+    chosen: set[tuple[TopicPartition, int]] = set()
+    for place, number, path, position, header in found:
+        near = any((place, number + step) in chosen for step in (-2, -1, 1, 2))
         if not count or (near and not ledger.anywhere):
             continue
         count -= 1
+        chosen.add((place, number))
+        hit = ledger.hit.setdefault(place, set())
         offsets = range(header.base_offset, header.next_offset)
         hit.update(offsets)
         at = rng.randrange(batches.HEADER_BYTES if rng.random() < 0.5 else header.length)
@@ -133,6 +138,7 @@ def flip(server: EmbeddedServer, ledger: Ledger, rng: random.Random, count: int)
             byte = file.read(1)[0] ^ 1 << rng.randrange(8)
             file.seek(position + at)
             file.write(bytes([byte]))
+    assert not count, f"{count} flips found no batch"
 
 
 def read(server: EmbeddedServer, ledger: Ledger, *, repaired: bool) -> Readings:
