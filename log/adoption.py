@@ -23,7 +23,6 @@ from pk.types import Offset, PartitionKey, TopicPartition
 
 ROOT = "topics"
 #: The suffix of a directory that the next start removes (log/manager M3).
-DELETING = "-delete"
 
 
 class LogDirectory(NamedTuple):
@@ -41,11 +40,12 @@ class LogDirectory(NamedTuple):
 #: restorable    its identity is missing or damaged; the next start restores it
 #: unidentified  its identity is lost: an operator must adopt or discard it
 #: other         its identity names another partition or another cluster
+#: ignored       its name is not <topic>-<number>: nothing opens or removes it (rule L22)
 #: missing       a checkpoint names the log, and its directory is missing
 #: adopted       by an operator; the cluster has not confirmed it yet
 #: discarded     by an operator; the cluster has not confirmed it yet
 OK, RESTORABLE, UNIDENTIFIED = "ok", "restorable", "unidentified"
-OTHER, MISSING = "other", "missing"
+OTHER, MISSING, IGNORED = "other", "missing", "ignored"
 
 
 class Contents(NamedTuple):
@@ -77,8 +77,11 @@ def opened(storage: Storage) -> Format:
 def survey(storage: Storage) -> Iterator[LogDirectory]:
     """Yield every directory of a log, then every log that is missing."""
     cluster_id, second = opened(storage).cluster_id, identity.read_all(storage)
-    there = [name for name in storage.list(ROOT) if not name.endswith(DELETING)]
+    there = [name for name in storage.list(ROOT) if not identity.is_pending_delete(name)]
     for name in there:
+        if identity.partition_of(name) is None:
+            yield LogDirectory(name, IGNORED, "", "its name is not <topic>-<number>", 0, 0)
+            continue
         status, topic_id, problem = _status(storage, name, cluster_id, second)
         sizes = [size for _, size in _segments(storage, name)]
         yield LogDirectory(name, status, topic_id, problem, len(sizes), sum(sizes))
@@ -165,7 +168,8 @@ def adopt(storage: Storage, name: str, wanted: Identity) -> None:
     """Adopt directory `name` as the log of `wanted`, SYNCED."""
     _mark(storage, name, Known(wanted, ADOPTED))
     where = f"{ROOT}/{name}/{identity.PARTITION_FILE}"
-    storage.replace_file(where, identity.encode(wanted))
+    others = identity.other_fields(storage, f"{ROOT}/{name}")
+    storage.replace_file(where, identity.encode(wanted, others))
 
 
 def of_name(storage: Storage, name: str, topic_id: str) -> LogDirectory:
@@ -191,6 +195,11 @@ def discard(storage: Storage, found: LogDirectory, new_id: str) -> str:
     removes; '' if there was no directory.
     """
     cluster_id, name = opened(storage).cluster_id, found.name
+    if found.status == IGNORED:
+        raise errors.InvalidRequest(
+            f"{storage.root}/{ROOT}/{name} is no log of a partition ({found.problem}): the server "
+            "leaves it alone; move it away by hand"
+        )
     known = identity.read_all(storage).get(name)
     # a directory of another partition or cluster can be discarded without losing a log
     if found.status != OTHER:
@@ -199,7 +208,7 @@ def discard(storage: Storage, found: LogDirectory, new_id: str) -> str:
         _mark(storage, name, Known(mine, DISCARDED))
     if name not in storage.list(ROOT):
         return ""
-    pending_delete = f"{name}.{new_id}{DELETING}"
+    pending_delete = f"{name}.{new_id}{identity.DELETING}"
     storage.rename(f"{ROOT}/{name}", f"{ROOT}/{pending_delete}")
     storage.sync_dir(ROOT)
     return pending_delete
@@ -210,10 +219,10 @@ def _mark(storage: Storage, name: str, known: Known) -> None:
 
 
 def _partition_of(name: str) -> TopicPartition:
-    topic, dash, number = name.rpartition("-")
-    if not (topic and dash and number.isdecimal() and str(int(number)) == number):
+    found = identity.partition_of(name)
+    if found is None:
         raise errors.InvalidOption(
             f"{name!r} is no <topic>-<number>: give the directory the name of its partition first",
             option="NAME",
         )
-    return TopicPartition(topic, int(number))
+    return found

@@ -22,11 +22,12 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from pk import errors
+from pk import errors, topic_names
 from pk.log import checkpoints, sealed
 from pk.log.storage import Disk, File, Storage
 from pk.types import NONE, Offset, PartitionKey, TopicPartition
@@ -36,6 +37,12 @@ IDENTITIES = "partition-identity-checkpoint"
 #: States of a log in the second copy: it is served from here; an operator adopted its directory; an
 #: operator discarded it.  The cluster has not confirmed the last two yet.
 HERE, ADOPTED, DISCARDED = "here", "adopted", "discarded"
+#: Suffix of a deleted log's directory, until its files are removed.
+DELETING = "-delete"
+_FIELDS: dict[str, type] = {
+    "topic_id": str, "cluster_id": str, "genesis": str, "created": int, "topic": str,
+    "partition": int,
+}  # fmt: skip
 
 
 class Identity(NamedTuple):
@@ -63,21 +70,51 @@ class Known(NamedTuple):
 Identities = dict[str, Known]
 
 
-def encode(identity: Identity) -> bytes:
-    """Encode the content of partition.json (sealed.py)."""
+def partition_of(name: str) -> TopicPartition | None:
+    """Return the partition whose directory is called `name`; None if it is no `<topic>-<number>`
+    (rule L22).
+    """
+    topic, _, number = name.rpartition("-")
+    decimal = number.isascii() and number.isdecimal() and str(int(number)) == number
+    if not decimal or topic_names.what_is_wrong(topic):
+        return None
+    return TopicPartition(topic, int(number))
+
+
+def is_pending_delete(name: str) -> bool:
+    """Whether `name` is that of a deleted log: `<topic>-<number>.<id>-delete`."""
+    stem, _, unique = name.removesuffix(DELETING).rpartition(".")
+    return name.endswith(DELETING) and bool(unique) and partition_of(stem) is not None
+
+
+def encode(identity: Identity, others: Mapping[str, Any] | None = None) -> bytes:
+    """Encode the content of partition.json (sealed.py); `others`: fields of other builds."""
     fields = identity._asdict()
     fields["topic"], fields["partition"] = fields.pop("topic_partition")
-    return sealed.encode(fields)
+    return sealed.encode({**fields, **(others or {})})
 
 
 def decode(raw: bytes, where: str) -> Identity:
-    """Decode partition.json.  Raises `LogUnidentified` for damage."""
+    """Decode partition.json.  Fields that are not known are skipped.  Raises `LogUnidentified` for
+    damage.
+    """
     try:
         found = sealed.decode(raw)
+        known = {name: sealed.field(found, name, kind) for name, kind in _FIELDS.items()}
     except sealed.CorruptFile as damage:
         raise errors.LogUnidentified(f"{where} is damaged: {damage}") from damage
-    tp = TopicPartition(found.pop("topic"), found.pop("partition"))
-    return Identity(topic_partition=tp, **found)
+    tp = TopicPartition(known.pop("topic"), known.pop("partition"))
+    return Identity(topic_partition=tp, **known)
+
+
+def other_fields(storage: Storage, path: str) -> dict[str, Any]:
+    """Return the fields of partition.json that this build does not know: a rewritten file keeps
+    them (rule L22).  {} if the file is missing or damaged.
+    """
+    with contextlib.suppress(FileNotFoundError, sealed.CorruptFile):
+        found = sealed.decode(storage.read_file(f"{path}/{PARTITION_FILE}"))
+        return {name: value for name, value in found.items() if name not in _FIELDS}
+    return {}
 
 
 def read(storage: Storage, path: str) -> Identity | None:

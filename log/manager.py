@@ -49,7 +49,6 @@ from pk.world import World
 
 ConfigOf = Callable[[str, TopicPartition], LogConfig | None]
 
-DELETING = "-delete"
 #: How long a stray is kept; a deleted partition is kept its topic's file_delete_delay_ms.
 STRAY_DELAY_MS = 60_000
 
@@ -91,6 +90,7 @@ class LogManager:
         #: Whether the metadata say that the log of this identity is no longer needed (M5).
         self.gone: Callable[[Identity], bool] = lambda found: False
         self.named: Callable[[PartitionKey], str] = lambda key: ""  #: its directory's id (R11)
+        self.ignored: list[str] = []  #: what is called neither <topic>-<number> nor a deleted log
         self.restored: dict[str, str] = {}  #: directories with a restored identity, and why
         #: Replicas that an operator adopted or discarded; the cluster has not confirmed it yet.
         self.operator_marked: dict[PartitionKey, None] = {}
@@ -148,7 +148,11 @@ class LogManager:
                     names = await directory.disk.read(partial(storage.list, self._root))
                 except errors.StorageFailed:
                     continue  # M4
-                jobs += [(directory, name) for name in names]
+                for name in names:
+                    if identity.is_pending_delete(name) or identity.partition_of(name) is not None:
+                        jobs.append((directory, name))
+                    else:
+                        self.ignored.append(f"{storage.root}/{self._path(name)}")
         gate = asyncio.Semaphore(16)
 
         async def one(directory: Directory, name: str) -> tuple[PartitionKey, Exception] | None:
@@ -201,7 +205,7 @@ class LogManager:
         self, directory: Directory, name: str, config_of: ConfigOf
     ) -> tuple[PartitionKey, Exception] | None:
         storage, path = directory.disk.storage, self._path(name)
-        if name.endswith(DELETING):  # M3: an earlier process renamed it
+        if identity.is_pending_delete(name):  # M3: an earlier process renamed it
             await directory.disk.write(partial(storage.remove_tree, path))
             return None
         second = directory.identities.get(name)
@@ -213,9 +217,10 @@ class LogManager:
             if found is None:
                 await directory.disk.write(partial(creation.sweep, storage, path))
                 return None
-            key, tp = found.key, found.topic_partition
-            if str(tp) != name:
+            tp = found.topic_partition
+            if str(tp) != name:  # the log of that name is another one, and is served
                 raise identity.unidentified(storage, path, f"its identity is that of {tp}")
+            key = found.key
             config = config_of(key.topic_id, tp)
             if config is None:
                 now_ms = self._world.clock.wall_ms()
@@ -454,7 +459,7 @@ class LogManager:
                 await self._discard(directory, path, key, delay_ms, open_here=False)
 
     def _pending_delete(self, path: str) -> str:
-        return f"{path}.{self._world.new_id()}{DELETING}"
+        return f"{path}.{self._world.new_id()}{identity.DELETING}"
 
     async def _discard(
         self,

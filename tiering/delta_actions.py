@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 import urllib.parse
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +26,7 @@ from pk.tiering.layout import PARTITION_COLUMN, TABLE_SCHEMA, PartitionCounters,
 from pk.tiering.store_errors import error_text
 from pk.tiering.table import CommitConflict, TableProtocol
 
+_SCHEME = re.compile("[a-zA-Z][a-zA-Z0-9+.-]*:")
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 
@@ -63,7 +65,7 @@ def _iso(timestamp_ms: int) -> str:
 
 def files_of(actions: pa.Table) -> dict[str, DataFile]:
     """Returns the live files from deltalake's flattened add actions; missing statistics become
-    "anything"."""
+    "anything".  Raises `TierTableChanged` for a path that leads out of the table."""
     count = actions.num_rows
 
     def column(name: str, default: Any) -> list[Any]:
@@ -86,8 +88,23 @@ def files_of(actions: pa.Table) -> dict[str, DataFile]:
         _have_stats(actions),
         strict=True,
     )
-    files = [DataFile(urllib.parse.unquote(row[0]), int(row[1]), *row[2:]) for row in rows]
+    files = [DataFile(_relative(row[0]), int(row[1]), *row[2:]) for row in rows]
     return {file.path: file for file in files}
+
+
+def _relative(quoted: str) -> str:
+    """Returns the path of a file, which is relative to its table (rule T8).
+
+    A table may name files elsewhere, for example after a shallow clone.  Readers of pk would look
+    for them inside the table.
+    """
+    path = urllib.parse.unquote(quoted)
+    if path.startswith("/") or _SCHEME.match(path) or ".." in path.split("/"):
+        raise errors.TierTableChanged(
+            f"the table names the file {path}, which is not inside it: pk reads tables whose paths "
+            "are relative"
+        )
+    return path
 
 
 def _have_stats(actions: pa.Table) -> list[bool]:

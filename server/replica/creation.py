@@ -57,6 +57,9 @@ class ReplicaCreator:
         problems = await core.manager.load(self._config_of)
         for where, why in core.manager.restored.items():
             core.warn("identity_restored", directory=where, why=why)
+        if core.manager.ignored:
+            ignored, why = core.manager.ignored, "the name is not <topic>-<number>: left alone"
+            core.warn("directories_ignored", directories=ignored[:20], count=len(ignored), why=why)
         for key, failure in problems:
             error = typed(failure)
             if isinstance(error, errors.LogUnidentified):  # of what partition: see `joined`
