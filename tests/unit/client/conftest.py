@@ -1,19 +1,15 @@
-"""Lets the tests here import the fake broker, and puts whole clients into a simulated world."""
+"""Puts whole clients into a simulated world."""
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pk.client import connection, consumer
 from pk.sim.world import SimWorld
-
-sys.path[:0] = [str(Path(__file__).parents[2] / "fixtures"), str(Path(__file__).parent)]
 
 
 class SimThread:

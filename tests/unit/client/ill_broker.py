@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fake_broker import FakeBroker, FakeCluster
 
 from pk import AdminClient, Consumer, Producer
 from pk.client import produce_engine, producer
@@ -19,6 +18,7 @@ from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import head_of
 from pk.world import Disconnected
+from tests.kit.fake_broker import FakeBroker, FakeCluster
 
 #: Every time-out there is, and what a call may take beyond it: its last word, and closing.
 LIMIT_MS = 500

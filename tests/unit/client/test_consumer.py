@@ -6,12 +6,12 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from fake_broker import FakeBroker, FakeCluster
 
 from pk import Consumer, TopicPartition, errors
 from pk.client.fetcher_events import FetchError
 from pk.log.columns import encode
 from pk.sim.world import SimWorld
+from tests.kit.fake_broker import FakeBroker, FakeCluster
 
 T0, T1 = TopicPartition("t", 0), TopicPartition("t", 1)
 

@@ -6,9 +6,9 @@ import threading
 from typing import Any
 
 import pytest
-from test_consumer import T0, T1, World
 
 from pk import errors
+from tests.unit.client.test_consumer import T0, T1, World
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import re
 from typing import Any
 
 import pytest
-from fake_broker import FakeBroker, FakeCluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +20,7 @@ from pk.log.columns import encode_lists
 from pk.log.control_rows import Marker, encode_markers
 from pk.sim.world import SimWorld
 from pk.types import TopicPartition
+from tests.kit.fake_broker import FakeBroker, FakeCluster
 
 T0 = TopicPartition("t", 0)
 

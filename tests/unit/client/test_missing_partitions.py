@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from ill_broker import BEYOND_MS, World, make_admin, make_consumer, make_producer
 
 from pk import TopicPartition, errors
 from pk.client.endings import given_up, no_partition
 from pk.client.network_client import UNKNOWN_TOPIC_MS
+from tests.unit.client.ill_broker import BEYOND_MS, World, make_admin, make_consumer, make_producer
 
 T7 = TopicPartition("t", 7)
 LONG_S = 60.0

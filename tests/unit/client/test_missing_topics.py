@@ -8,11 +8,11 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from test_produce_engine import Bench
 
 from pk import errors
 from pk.client.record_set import RecordSet, RecordSlice
 from pk.client.rows import normalise
+from tests.unit.client.test_produce_engine import Bench
 
 
 @pytest.fixture

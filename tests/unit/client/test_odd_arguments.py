@@ -15,14 +15,6 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from ill_broker import (
-    BEYOND_MS,
-    LIMIT_MS,
-    World,
-    make_admin,
-    make_consumer,
-    make_producer,
-)  # fmt: skip
 
 from pk import AdminClient, Consumer, Producer, TopicPartition, errors
 from pk.client import serializers
@@ -31,6 +23,14 @@ from pk.client.arguments import shown
 from pk.client.network_client import UNKNOWN_TOPIC_MS
 from pk.client.registry import HttpRegistry
 from pk.settings import CONSUMER, PRODUCER, TOPIC
+from tests.unit.client.ill_broker import (
+    BEYOND_MS,
+    LIMIT_MS,
+    World,
+    make_admin,
+    make_consumer,
+    make_producer,
+)  # fmt: skip
 
 T0 = TopicPartition("t", 0)
 S = LIMIT_MS / 1000

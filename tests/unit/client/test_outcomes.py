@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fake_broker import APPEND, LOSE_REPLY, SILENT
-from test_fetch_engine import Bench as FetchBench
-from test_produce_engine import Bench
 
 from pk import errors
+from tests.kit.fake_broker import APPEND, LOSE_REPLY, SILENT
+from tests.unit.client.test_fetch_engine import Bench as FetchBench
+from tests.unit.client.test_produce_engine import Bench
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_missing_topics_are_asked_for_at_a_steady_pace(fetching: Any) -> None:
     b = fetching(nodes=3)
     asked = []
     metadata = b.cluster.metadata
-    b.cluster.metadata = lambda request: asked.append(request) or metadata(request)
+    b.cluster.metadata = lambda *given: asked.append(given) or metadata(*given)
     b.on_client(b.engine.subscribe, [f"t{number}" for number in range(5)], None)
     b.sim.loop.run_for_ms(10_000)
     assert len(asked) < 70, "two brokers, twice a second"

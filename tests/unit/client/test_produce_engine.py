@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fake_broker import APPEND, BREAK, LOSE_REPLY, SILENT, FakeBroker, FakeCluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +18,7 @@ from pk.client.network_client import NetworkClient
 from pk.client.options import producer_options
 from pk.client.produce_engine import AHEAD, ProduceEngine
 from pk.sim.world import SimWorld
+from tests.kit.fake_broker import APPEND, BREAK, LOSE_REPLY, SILENT, FakeBroker, FakeCluster
 
 
 class Bench:

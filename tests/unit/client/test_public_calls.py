@@ -10,7 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from ill_broker import (
+
+from pk import AdminClient, Consumer, Producer, TopicPartition, errors
+from pk.client.admin import NewTopic
+from pk.sim.world import SimWorld
+from pk.sparkconnector import connection
+from pk.sparkconnector.offsets import Range
+from tests.unit.client.ill_broker import (
     BEYOND_MS,
     LIMIT_MS,
     World,
@@ -20,12 +26,6 @@ from ill_broker import (
     make_producer,
     make_spark,
 )  # fmt: skip
-
-from pk import AdminClient, Consumer, Producer, TopicPartition, errors
-from pk.client.admin import NewTopic
-from pk.sim.world import SimWorld
-from pk.sparkconnector import connection
-from pk.sparkconnector.offsets import Range
 
 T0 = TopicPartition("t", 0)
 #: No call takes more steps of its broker before it is done.

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
-_spec = importlib.util.spec_from_file_location(
-    "pk_fake_broker", Path(__file__).with_name("fake_broker.py")
-)
-assert _spec is not None
-assert _spec.loader is not None
-fake_broker = importlib.util.module_from_spec(_spec)
-sys.modules["pk_fake_broker"] = fake_broker
-_spec.loader.exec_module(fake_broker)
+from tests.kit.fake_broker import SocketBroker
 
 
 @pytest.fixture
-def broker():
-    with fake_broker.FakeBroker() as running:
+def broker() -> Iterator[SocketBroker]:
+    with SocketBroker() as running:
         yield running

@@ -111,7 +111,7 @@ def test_offsets_that_are_gone_are_told(broker):
     line = connection.cluster(broker.address, FAST)
     with pytest.raises(errors.OffsetOutOfRange):
         list(line.scan(a_range(10), read_committed=True))
-    del broker.topics["t"]
+    broker.cluster.delete("t")
     with pytest.raises(errors.UnknownTopicId):
         list(line.scan(a_range(10, 5), read_committed=True))
 
@@ -136,7 +136,7 @@ def test_bytes_by_offset(broker):
     ((xs, ys),) = line.curves([a_range(20)], 16)
     assert xs == [0, 10, 20]
     assert ys[0] == 0
-    assert ys[2] == sum(len(raw) for raw in log.batches)
+    assert ys[2] == sum(len(raw) for raw in log.stored)
 
 
 def test_delete_before(broker):

@@ -36,8 +36,8 @@ VALUE = schema_of(value=BinaryType())
 
 def records(broker, topic: str) -> list[dict]:
     found = []
-    for number, log in enumerate(broker.topics[topic][1]):
-        for raw in log.batches:
+    for number, log in enumerate(broker.cluster.logs_of(topic)):
+        for raw in log.stored:
             for row in columns.decode(raw, decoded_bytes_max=1 << 26).to_pylist():
                 found.append({"partition": number, **row})
     return found
@@ -135,12 +135,12 @@ def test_headers_and_timestamps_are_kept(broker):
 
 def test_an_empty_task_opens_no_producer(broker):
     broker.create("out")
-    before = broker.producer_ids
+    before = broker.cluster.next_producer_id
     writer = PkStreamWriter(sink(broker, topic="out"), VALUE, overwrite=True)
     message = writer.write(iter([]))
     assert message == PkCommit(-1, -1)
     writer.commit([message], 3)
-    assert broker.producer_ids == before
+    assert broker.cluster.next_producer_id == before
 
 
 def test_an_unknown_topic_fails_the_task(broker, monkeypatch):

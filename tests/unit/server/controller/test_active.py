@@ -19,12 +19,12 @@ from pk.types import NONE, PartitionKey
 from pk.wire import pk_pb2 as wire
 from pk.world import Stream, StreamKind, World
 from tests.unit.server.controller import test_node
-from tests.unit.server.controller.test_node import CALL_MS, FakeBroker, Scene
+from tests.unit.server.controller.test_node import CALL_MS, HeartbeatingBroker, Scene
 
 Place = tuple[int, int]
 
 
-class Replica(FakeBroker):
+class Replica(HeartbeatingBroker):
     """A broker that sends heartbeats by itself and reports the end of its log when asked."""
 
     def __init__(

@@ -75,7 +75,7 @@ class Scene:
         return Caller(world.network, world.clock, RUN.controller_address, hello)
 
 
-class FakeBroker:
+class HeartbeatingBroker:
     """A broker that registers, sends heartbeats and follows the log."""
 
     def __init__(self, scene: Scene, world: World, incarnation: str, boot: str = "boot") -> None:
@@ -146,7 +146,7 @@ def test_a_broker_comes_up_and_topics_follow(scene: Scene) -> None:
     """
 
     async def story(world: World) -> None:
-        broker = FakeBroker(scene, world, "i1")
+        broker = HeartbeatingBroker(scene, world, "i1")
         assert (await create(broker.caller, "early")).error.code == 38  # no broker yet
         await broker.register()
         assert (await broker.beat()).fenced
@@ -169,7 +169,7 @@ def test_a_broker_comes_up_and_topics_follow(scene: Scene) -> None:
 
 def test_the_log_is_long_polled(scene: Scene) -> None:
     async def story(world: World) -> None:
-        broker = FakeBroker(scene, world, "i1")
+        broker = HeartbeatingBroker(scene, world, "i1")
         await broker.come_up()
         before = broker.image.offset
         started = world.clock.monotonic_ms()
@@ -195,10 +195,10 @@ def test_a_lost_stream_of_a_dead_broker_fences_at_once(scene: Scene) -> None:
     """
 
     async def story(world: World) -> None:
-        broker = FakeBroker(scene, world, "i1")
+        broker = HeartbeatingBroker(scene, world, "i1")
         await broker.come_up()
         await create(broker.caller, "t")
-        watcher = FakeBroker(scene, world, "other")
+        watcher = HeartbeatingBroker(scene, world, "other")
         await watcher.follow()
         lost = world.clock.monotonic_ms()
         await broker.caller.close()
@@ -210,7 +210,7 @@ def test_a_lost_stream_of_a_dead_broker_fences_at_once(scene: Scene) -> None:
         state = topic.partitions[0]
         assert (state.leader, state.isr, state.elr) == (NONE, (), (1,))
         # a restart in the same boot is clean and leads again, in a later epoch
-        again = FakeBroker(scene, world, "i2")
+        again = HeartbeatingBroker(scene, world, "i2")
         assert (await again.register()).clean
         await again.follow()
         await again.beat()
@@ -230,9 +230,9 @@ def test_who_was_fenced_and_speaks_again_on_its_stream_is_fenced_for_its_next_si
     """R7: a process that was stopped for a while breaks no stream, and does not register again."""
 
     async def story(world: World) -> None:
-        broker = FakeBroker(scene, world, "i1")
+        broker = HeartbeatingBroker(scene, world, "i1")
         await broker.come_up()
-        watcher = FakeBroker(scene, world, "w")
+        watcher = HeartbeatingBroker(scene, world, "w")
         for _ in range(3):
             await watcher.follow()
             assert not watcher.image.brokers[1].fenced
@@ -250,17 +250,17 @@ def test_a_silent_broker_is_fenced_after_its_session(scene: Scene) -> None:
     """R7: an open stream without heartbeats does not count after broker_session_timeout_ms."""
 
     async def story(world: World) -> None:
-        broker = FakeBroker(scene, world, "i1")
+        broker = HeartbeatingBroker(scene, world, "i1")
         await broker.come_up()
-        watcher = FakeBroker(scene, world, "w")
+        watcher = HeartbeatingBroker(scene, world, "w")
         await watcher.follow()
         with pytest.raises(errors.DuplicateBroker):
-            await FakeBroker(scene, world, "i2").register()
+            await HeartbeatingBroker(scene, world, "i2").register()
         silent = world.clock.monotonic_ms()
         while not watcher.image.brokers[1].fenced:
             await watcher.follow(max_wait_ms=1_000)
         assert 5_900 <= world.clock.monotonic_ms() - silent <= 6_200
-        assert (await FakeBroker(scene, world, "i2").register()).clean  # now it may
+        assert (await HeartbeatingBroker(scene, world, "i2").register()).clean  # now it may
         with pytest.raises(errors.StaleBrokerEpoch):
             await broker.beat()
 
@@ -277,7 +277,7 @@ def test_a_reachable_broker_keeps_its_session_over_a_reset(scene: Scene) -> None
             await stream.recv()
 
         await world.network.listen(BROKER_ADDRESS, serve)
-        broker = FakeBroker(scene, world, "i1")
+        broker = HeartbeatingBroker(scene, world, "i1")
         await broker.come_up()
         scene.world.network.break_streams("client", "controller")
         await world.clock.sleep_ms(1_000)
@@ -296,7 +296,7 @@ def test_a_killed_controller_remembers(scene: Scene, power_loss: bool) -> None:
     """L1: every answered request was SYNCED; Q4: the epoch grows with every start."""
 
     async def before(world: World) -> MetadataImage:
-        broker = FakeBroker(scene, world, "i1")
+        broker = HeartbeatingBroker(scene, world, "i1")
         await broker.come_up()
         for n in range(5):
             assert not (await create(broker.caller, f"t{n}", 2)).HasField("error")
@@ -311,7 +311,7 @@ def test_a_killed_controller_remembers(scene: Scene, power_loss: bool) -> None:
     assert scene.node.metadata.epoch == 2
 
     async def after(world: World) -> MetadataImage:
-        broker = FakeBroker(scene, world, "i1")
+        broker = HeartbeatingBroker(scene, world, "i1")
         while broker.image.offset < old.offset:
             await broker.follow()
         assert broker.image.topic_ids == old.topic_ids
@@ -343,7 +343,7 @@ def test_a_full_disk_refuses_and_recovers() -> None:
     scene.start()
 
     async def story(world: World) -> None:
-        broker = FakeBroker(scene, world, "i1")
+        broker = HeartbeatingBroker(scene, world, "i1")
         await broker.come_up()
         await create(broker.caller, "before")
         scene.storage.capacity = scene.storage.used_bytes()
@@ -359,11 +359,11 @@ def test_a_full_disk_refuses_and_recovers() -> None:
     scene.world.close()
 
 
-def failing(**server: Any) -> tuple[Scene, FakeBroker]:
+def failing(**server: Any) -> tuple[Scene, HeartbeatingBroker]:
     """A scene in which the controller may fail, with a broker that is unfenced."""
     scene = Scene(run=replace(RUN, server={**RUN.server, **server}))
     scene.start()
-    broker = FakeBroker(scene, scene.world.world_of("client"), "i1")
+    broker = HeartbeatingBroker(scene, scene.world.world_of("client"), "i1")
     scene.run(lambda _: broker.come_up())
     return scene, broker
 
@@ -411,7 +411,7 @@ def test_who_reads_while_the_log_is_made_shorter_asks_again(scene: Scene) -> Non
     """The disk is slow: when the read runs, a snapshot has replaced the requested records."""
 
     async def story(world: World) -> None:
-        broker = FakeBroker(scene, world, "i1")
+        broker = HeartbeatingBroker(scene, world, "i1")
         await broker.come_up()
         broker.image = MetadataImage()
         scene.storage.lag_ms = 500
@@ -430,7 +430,7 @@ def test_controlled_shutdown(scene: Scene) -> None:
     """The broker may stop once it has seen that it leads no partition any more."""
 
     async def story(world: World) -> None:
-        broker = FakeBroker(scene, world, "i1")
+        broker = HeartbeatingBroker(scene, world, "i1")
         await broker.come_up()
         result = await create(broker.caller, "t")
         await broker.follow()
@@ -451,7 +451,7 @@ def history(seed: int) -> str:
     scene.start()
 
     async def story(world: World) -> None:
-        broker = FakeBroker(scene, world, "i1")
+        broker = HeartbeatingBroker(scene, world, "i1")
         await broker.come_up()
         await asyncio.gather(*(create(broker.caller, f"t{n}", 3) for n in range(5)))
         await broker.follow()
