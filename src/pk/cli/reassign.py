@@ -58,7 +58,7 @@ Assignment = dict["TopicPartition", tuple[int, ...]]
 
 
 @dataclass(slots=True)
-class Plan:
+class ReassignmentPlan:
     """The file of a reassignment.
 
     assignment: the new replicas of each partition, the preferred leader first.
@@ -86,7 +86,7 @@ class Plan:
         return json.dumps({"version": 1, "partitions": partitions})
 
 
-def read_plan(path: Path) -> Plan:
+def read_plan(path: Path) -> ReassignmentPlan:
     """Return the plan in a file.  Raises `InvalidOption` that names the mistake in it."""
     try:
         given = json.loads(path.read_text())
@@ -96,7 +96,7 @@ def read_plan(path: Path) -> Plan:
         raise errors.InvalidOption(f"{path} is not JSON: {cause}") from cause
     if not isinstance(given, dict) or given.get("version", 1) != 1:
         raise errors.InvalidOption(f'{path}: an object with "version": 1 and "partitions"')
-    plan = Plan()
+    plan = ReassignmentPlan()
     for each in given.get("partitions") or ():
         _read_entry(path, plan, each)
     if not plan.assignment:
@@ -104,7 +104,7 @@ def read_plan(path: Path) -> Plan:
     return plan
 
 
-def _read_entry(path: Path, plan: Plan, each: Any) -> None:
+def _read_entry(path: Path, plan: ReassignmentPlan, each: Any) -> None:
     """Add one partition of the file to `plan`."""
     from pk.types import TopicPartition
 
@@ -141,7 +141,7 @@ def _admin(bootstrap: str) -> AbstractContextManager[AdminClient]:
 
 def _alter(
     admin: AdminClient,
-    plan: Plan,
+    plan: ReassignmentPlan,
     wanted: Mapping[TopicPartition, Iterable[int] | None],
     seconds: Callable[[], float],
     *,
@@ -194,10 +194,12 @@ def current(
         typer.echo(found.text())
 
 
-def _present(admin: AdminClient, topics: set[str], seconds: Callable[[], float]) -> Plan:
+def _present(
+    admin: AdminClient, topics: set[str], seconds: Callable[[], float]
+) -> ReassignmentPlan:
     """Return the replicas and ids that these topics have now."""
     replicas = admin.partition_replicas(topics, timeout_s=seconds())
-    return Plan(replicas, admin.topic_ids(topics, timeout_s=seconds()))
+    return ReassignmentPlan(replicas, admin.topic_ids(topics, timeout_s=seconds()))
 
 
 @app.command()
@@ -213,7 +215,7 @@ def execute(
     with quiet_end(), _admin(bootstrap) as admin:
         before = _present(admin, set(plan.topic_ids), seconds)
         kept = {p: before.assignment[p] for p in plan.assignment if p in before.assignment}
-        old = Plan(kept, before.topic_ids).text()
+        old = ReassignmentPlan(kept, before.topic_ids).text()
         if not as_json:
             typer.echo(f"to go back, execute this:\n{old}\n")
         results = _alter(admin, plan, dict(plan.assignment), seconds, force=force)

@@ -63,7 +63,7 @@ def admin(monkeypatch: pytest.MonkeyPatch) -> Admin:
 @pytest.fixture
 def plan(tmp_path: Path) -> str:
     file = tmp_path / "plan.json"
-    plan = reassign.Plan({T0: (3, 1), T1: (1, 3)}, {"t": "id-t"}, {T0: (1, 2)})
+    plan = reassign.ReassignmentPlan({T0: (3, 1), T1: (1, 3)}, {"t": "id-t"}, {T0: (1, 2)})
     file.write_text(plan.text())
     return str(file)
 
@@ -78,7 +78,7 @@ def test_execute_says_how_to_go_back(
     told = capsys.readouterr().out
     old = tmp_path / "old.json"
     old.write_text(told.splitlines()[1])
-    assert reassign.read_plan(old) == reassign.Plan(admin.replicas, {"t": "id-t"})
+    assert reassign.read_plan(old) == reassign.ReassignmentPlan(admin.replicas, {"t": "id-t"})
     admin.errors[T1] = errors.InvalidReplicaAssignment("broker 3 is not registered")
     assert run(["reassign", "execute", plan, "--json"]) == 1
     listed = json.loads(capsys.readouterr().out)
@@ -107,7 +107,7 @@ def test_a_plan_begins_with_the_present_replicas(
     file = tmp_path / "plan.json"
     file.write_text(capsys.readouterr().out)
     found = reassign.read_plan(file)
-    assert found == reassign.Plan(admin.replicas, {"t": "id-t"}, admin.replicas)
+    assert found == reassign.ReassignmentPlan(admin.replicas, {"t": "id-t"}, admin.replicas)
     assert run(["reassign", "current", "t", "nope"]) == 1
     assert "topic nope does not exist" in capsys.readouterr().err
 
