@@ -78,7 +78,9 @@ class Canary:
     fault_every_ms: tuple[int, int] = (100, 500)
     lag_ms: int = 1_000  #: replica_lag_time_max_ms
     session_ms: int = 1_500  #: broker_session_timeout_ms
+    heartbeat_ms: int = 300  #: broker_heartbeat_interval_ms
     expiration_ms: int = 86_400_000  #: producer_id_expiration_ms
+    pace_ms: tuple[int, int] = (20, 200)
     recent_bytes: int | None = None
     reserve_bytes: int = 0  #: disk_reserve_bytes
 
@@ -93,10 +95,11 @@ class Canary:
             heal_ms=60_000,
             fault_every_ms=self.fault_every_ms,
             chore_every_ms=(50, 200),
-            pace_ms=(20, 200),
+            pace_ms=self.pace_ms,
             server={
                 "replica_lag_time_max_ms": self.lag_ms,
                 "broker_session_timeout_ms": self.session_ms,
+                "broker_heartbeat_interval_ms": self.heartbeat_ms,
                 "producer_id_expiration_ms": self.expiration_ms,
                 "disk_reserve_bytes": self.reserve_bytes,
             },
@@ -481,6 +484,15 @@ CANARIES: dict[str, Canary] = {
         "L10", clock_canaries.believed_after_a_start, "V3 V5 V6",
         {**HOT, "segment_bytes": "14336", "retention_ms": "7200000"},
         ("wrong_start",), fault_ms=8_000, fault_every_ms=(500, 2_000),
+    ),
+    # The machine of the active controller jumps ahead.  Its broker finds that the old readings
+    # agree with the wrong clock, trusts it, and retention deletes records.  Producers pause for
+    # longer than retention needs from the roll of the active segment to the drop.
+    "other clocks follow the controller's when it is set": Canary(
+        "L10", clock_canaries.relative_to_the_controllers_wall_clock, "V3 V5 V6",
+        {**HOT, "segment_bytes": "14336", "retention_ms": "7200000"},
+        ("clock_jump",), nodes=THREE, fault_ms=8_000, fault_every_ms=(500, 2_000),
+        session_ms=6_000, heartbeat_ms=1_500, pace_ms=(500, 1_500),
     ),
     # A full directory has no space for the new names of dropped segments; the next drop takes later
     # segments.

@@ -8,6 +8,10 @@ from unittest.mock import patch
 
 from pk.log.manager import LogManager
 from pk.server.broker.clock_trust import ClockTrust
+from pk.server.controller.active import ActiveController
+from pk.server.controller.clocks import Clocks
+from pk.sim.world import EPOCH_MS
+from pk.wire import pk_pb2 as wire
 
 
 def trusted_for_producers(stack: ExitStack) -> None:
@@ -28,3 +32,31 @@ def believed_after_a_start(stack: ExitStack) -> None:
 
     stack.enter_context(patch.object(ClockTrust, "begin", begin))
     stack.enter_context(patch.object(ClockTrust, "_judge", lambda self: None))
+
+
+def relative_to_the_controllers_wall_clock(stack: ExitStack) -> None:
+    """Keep each clock reading relative to the wall clock of the active controller.
+
+    The old readings then follow that clock when it is set, and so agree with it.
+    """
+    init, observe, samples = ActiveController.__init__, Clocks.observe, Clocks.samples
+
+    def with_clock(self: ActiveController, *args: Any, **more: Any) -> None:
+        init(self, *args, **more)
+        setattr(self.clocks, "clock", self._world.clock)  # noqa: B010 - the class has none
+
+    def from_wall(
+        self: Any, node: int, reading: wire.ClockReading, boottime_ms: int, **more: Any
+    ) -> None:
+        known = wire.ClockReading()
+        known.CopyFrom(reading)
+        if known.wall_ms:
+            known.wall_ms += boottime_ms - self.clock.wall_ms() + EPOCH_MS
+        observe(self, node, known, boottime_ms, **more)
+
+    def to_wall(self: Any, _wall_ms: int, boottime_ms: int, *more: Any) -> Any:
+        return samples(self, boottime_ms + EPOCH_MS, boottime_ms, *more)
+
+    stack.enter_context(patch.object(ActiveController, "__init__", with_clock))
+    stack.enter_context(patch.object(Clocks, "observe", from_wall))
+    stack.enter_context(patch.object(Clocks, "samples", to_wall))

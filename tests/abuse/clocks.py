@@ -5,6 +5,8 @@ Real nodes under libfaketime.  Cases
     operator says so.  A node that starts a day behind refuses timestamps and names its own clock.
   - A node of three that starts a day ahead and leads keeps every record.  A node that is set a day
     back hands its leadership over, and the other nodes accept records.
+  - The node of the active controller is set a day ahead.  It keeps every record, and the clocks of
+    the other nodes stay trusted.
   - (long) Three nodes that all start a day ahead keep every record.  A single node trusts its clock
     again after the grace period.  A node runs for 20 s under a clock that is a day ahead.
 
@@ -113,6 +115,15 @@ class Nodes:
         told = json.loads(pk(["brokers", "list", "--json", "--bootstrap", self.bootstrap]))
         return {each["broker_id"]: each for each in told["brokers"]}
 
+    def lines(self, event: str, *facts: str) -> dict[int, int]:
+        """How often each node said `event` with these facts."""
+        return {node.node_id: _lines(node, event, *facts) for node in self.nodes}
+
+    def active(self) -> int:
+        """The node whose controller is active."""
+        told = json.loads(pk(["quorum", "describe", "--json", "--bootstrap", self.bootstrap]))
+        return int(told["leader_id"])
+
     @property
     def bootstrap(self) -> str:
         return self.cluster.address
@@ -217,6 +228,37 @@ def one_of_three(home: Path) -> list[Verdict]:
         return [ahead, Verdict("a leader is set a day back", named, words)]
 
 
+def the_active_controller(home: Path) -> list[Verdict]:
+    """Its node is set a day ahead while it runs.
+
+    The readings of the other clocks are as old as a heartbeat.  If they followed the controller's
+    wall clock, its own broker would find its clock confirmed, and the other brokers would find
+    theirs a day behind and give up their leaderships.
+    """
+    with nodes_of(home, 3, broker_heartbeat_interval_ms=2_000) as nodes:
+        active = nodes.active()
+        other, third = sorted({1, 2, 3} - {active})
+        for name, configs in (("aged", STAMPED), ("sized", SIZED)):
+            nodes.create(name, configs, active)
+            nodes.fill(name)
+        until(lambda: all(each.clock_trusted for each in nodes.admin.list_brokers()), "trust")
+        nodes.clocks[active].set(AHEAD)
+        until(lambda: any(nodes.lines("clock_not_trusted").values()), "a broker notices a step")
+        nodes.retention_runs("sized", "sized")
+        off = "clock_off"
+        until(lambda: any(nodes.lines("broker_fitness", off).values()), "a broker is unfit")
+        nodes.doubts({active: "step", other: "", third: ""})
+        gone = nodes.expired("aged")
+        doubts = nodes.lines("clock_not_trusted")
+        unfit = {n: nodes.lines("broker_fitness", f"broker={n} ", off) for n in (1, 2, 3)}
+        kept = gone == 0 and doubts == {active: 1, other: 0, third: 0}
+        lead = not any(unfit[other].values()) and not any(unfit[third].values())
+        return [
+            Verdict("the active controller is set a day ahead", kept, f"{gone} lost, {doubts}"),
+            Verdict("the other brokers stay fit to lead", lead, f"clock_off lines {unfit}"),
+        ]
+
+
 def three_ahead(home: Path) -> list[Verdict]:
     """A cluster that was restarted together agrees with itself."""
     with nodes_of(home, 3) as nodes:
@@ -253,9 +295,10 @@ def _refusal(nodes: Nodes, name: str) -> errors.PkError:
     return refusal
 
 
-def _lines(node: EmbeddedServer, event: str) -> int:
-    """How often the broker said `event`."""
-    return sum(f" {event} " in line for line in node.log.read_text().splitlines())
+def _lines(node: EmbeddedServer, event: str, *facts: str) -> int:
+    """How often the node said `event` with these facts."""
+    words = (f" {event} ", *facts)
+    return sum(all(each in line for each in words) for line in node.log.read_text().splitlines())
 
 
 def twenty_seconds(home: Path) -> list[Verdict]:
@@ -273,7 +316,7 @@ def twenty_seconds(home: Path) -> list[Verdict]:
 
 
 Case = Callable[[Path], list[Verdict]]
-SHORT: tuple[Case, ...] = (a_single_node, one_of_three)
+SHORT: tuple[Case, ...] = (a_single_node, one_of_three, the_active_controller)
 LONG: tuple[Case, ...] = (*SHORT, three_ahead, goes_on_after_the_grace, twenty_seconds)
 
 

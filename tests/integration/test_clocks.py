@@ -33,7 +33,7 @@ def cases() -> Any:
         sys.path.remove(str(ABUSE))
 
 
-@pytest.mark.parametrize("case", ["a_single_node", "one_of_three"])
+@pytest.mark.parametrize("case", ["a_single_node", "one_of_three", "the_active_controller"])
 def test_a_wrong_clock_deletes_nothing_and_is_named(case: str, cases: Any, tmp_path: Path) -> None:
     verdicts = getattr(cases, case)(tmp_path / case)
     assert verdicts
