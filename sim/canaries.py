@@ -510,6 +510,13 @@ CANARIES: dict[str, Canary] = {
         "L15", _put(Directory, "had", lambda *_: False), f"V2 V5 {LOSSES}", SAFE,
         ("partition_lost", "kill_machine", "kill_leader"), nodes=THREE, copies=2, fault_ms=20_000,
     ),
+    # The replica joins the ISR as if it were whole.
+    "first segments that are missing in silence": Canary(
+        "L9", log_canaries.missing_front_not_compared, "V4 V5 liveness",
+        {**SAFE, "segment_bytes": "14336"},
+        ("front_lost", "front_lost", "kill_client", "kill_leader"), nodes=THREE, copies=3,
+        fault_ms=10_000, fault_every_ms=(200, 1_000),
+    ),
     "log_start seen before it is durable": Canary(
         "T9", _log_start_seen_before_it_is_durable(), "V3 V4 V5", HOT,
         ("disk_full", "kill_broker"), ("delete_records",),

@@ -510,6 +510,9 @@ class Faults:
     def _partition_lost(self) -> None:
         self._lost.lose_directory()
 
+    def _front_lost(self) -> None:
+        self._lost.lose_front()
+
     def _store_outage(self) -> None:
         store = self._cluster.store
         store.away = True

@@ -1,4 +1,5 @@
-"""Losses of identities and directories of logs while their broker is down (rule L15).
+"""Losses of identities, directories and first segments of logs while their broker is down (rules
+L9, L15).
 
 What may be lost
   identity file    partition.json is removed, or a bit of it flips; the broker restores it from the
@@ -7,6 +8,8 @@ What may be lost
   log directory    the whole directory of a partition.  This costs a copy, as rot does
                    (corruption.py), so it happens only where the promise stands without that copy,
                    or permits the loss
+  first segments   every file of the oldest segments of a log, under the same condition, and only
+                   where the checkpoints on the disk say that records in them must be there
 
 One copy of an identity is always left: without both, an operator would have to say which partition
 the log belongs to.
@@ -16,11 +19,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from pk import errors
-from pk.log import checkpoints, identity
+from pk.log import checkpoints, damage, identity
+from pk.log.damage import Damage
+from pk.log.directory import LOCAL_STARTS, LOG_STARTS
 from pk.log.identity import IDENTITIES, PARTITION_FILE, Identities
+from pk.log.segment import LOG, base_offset_of
 from pk.sim.cluster import SimCluster
 from pk.sim.loss_model import PartitionFacts
 from pk.sim.machine import DISKS, RESTART_MS, KillableStorage, SimMachine
@@ -90,6 +97,33 @@ class IdentityFaults:
         now_ms = self._cluster.world.loop.now_us / 1000
         losses.rotted(facts, machine.node_id, there, now_ms)
 
+    def lose_front(self) -> None:
+        """Remove the first segments of one replica."""
+        losses = self._observer.losses
+        found = []
+        for copy in self._copies():
+            facts, machine, path = copy
+            if losses.may_rot(facts, machine.node_id):
+                storage = machine.storages[DISKS[BROKER]]
+                found += [
+                    (copy, first)
+                    for first in _bases(storage, path)[1:]
+                    if _missing_below(storage, facts.key, first) is not None
+                ]
+        if not found:
+            return
+        (facts, machine, path), first = self._rng.choice(found)
+        storage = machine.storages[DISKS[BROKER]]
+        self._stop(machine)
+        for name in storage.names(path):
+            base, _, kind = name.partition(".")
+            if kind and base.isdigit() and int(base) < first:
+                storage.lose(f"{path}/{name}")
+        self._said(storage, f"{path} below {first}", "lost first segments")
+        there = partial(_front_missing, machine, storage, path, facts.key)
+        now_ms = self._cluster.world.loop.now_us / 1000
+        losses.rotted(facts, machine.node_id, there, now_ms)
+
     # -- how ---------------------------------------------------------------------------------------
 
     def _stop(self, machine: SimMachine) -> None:
@@ -139,3 +173,44 @@ def _missing(machine: SimMachine, storage: KillableStorage, path: str, key: Part
         return identity.decode(storage.peek(f"{path}/{PARTITION_FILE}"), path).key != key
     except errors.LogUnidentified:
         return not storage.names(path)
+
+
+def _bases(storage: KillableStorage, path: str) -> list[int]:
+    """Return the base offsets of the segments, ascending, without the empty file of a range that
+    is known to be missing.
+    """
+    found = {base_offset_of(name): name for name in storage.names(path) if name.endswith(LOG)}
+    bases = sorted(base for base in found if base is not None)
+    return [each for each in bases if each == bases[-1] or storage.peek(f"{path}/{found[each]}")]
+
+
+def _missing_below(storage: KillableStorage, key: PartitionKey, first: int) -> Damage | None:
+    """Return the range that is missing if the log begins at `first`; None = nothing is missing, or
+    no checkpoint on the disk names the log.
+    """
+    starts = [_offset_of(storage, name, key) for name in (LOG_STARTS, LOCAL_STARTS)]
+    known = [each for each in starts if each is not None]
+    return damage.missing_in_front(max(known), first) if len(known) == len(starts) else None
+
+
+def _offset_of(storage: KillableStorage, name: str, key: PartitionKey) -> int | None:
+    """Return the offset of a log in a checkpoint that is on the disk."""
+    try:
+        lines = checkpoints.decode(name, storage.peek(name))
+    except ValueError:
+        return None
+    found = (line.rsplit(" ", 1) for line in lines)
+    return next((int(at) for of, at in found if of == f"{key.topic_id} {key.partition}"), None)
+
+
+def _front_missing(
+    machine: SimMachine, storage: KillableStorage, path: str, key: PartitionKey
+) -> bool:
+    """Return whether the machine still has that disk and first segments are missing on it."""
+    if machine.storages[DISKS[BROKER]] is not storage:
+        return False
+    with suppress(errors.LogUnidentified):
+        if identity.decode(storage.peek(f"{path}/{PARTITION_FILE}"), path).key == key:
+            bases = _bases(storage, path)
+            return bool(bases) and _missing_below(storage, key, bases[0]) is not None
+    return False

@@ -7,7 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 from pk.client.fetcher import Fetcher
-from pk.log import loading
+from pk.log import loading, partition_log
 from pk.log.writing import LocalLogWriter
 
 
@@ -38,3 +38,8 @@ def damaged_range_not_told(stack: ExitStack) -> None:
         slot.attempts = 0
 
     stack.enter_context(patch.object(Fetcher, "_lost", silent))
+
+
+def missing_front_not_compared(stack: ExitStack) -> None:
+    """Open a log without comparing its first segment with the checkpoint of its local start."""
+    stack.enter_context(patch.object(partition_log, "missing_in_front", lambda *_: None))

@@ -62,7 +62,8 @@ _OBJECT_FAULTS = ("object_rot",)
 _LAST_FAULTS = ("wrong_start",)
 #: What other engines and bit rot do to tables (table_faults.py).
 _TABLE_FAULTS = ("delta_rot", "delete_rows")
-#: All faults; `SimOptions.faults` holds those that a run may meet.
+#: The faults that a seed may draw; `SimOptions.faults` holds those that a run may meet.  Tests and
+#: canaries also give `front_lost` (identity_faults.py).
 FAULTS = (
     *_FIRST_FAULTS,
     *_LATER_FAULTS,

@@ -357,7 +357,8 @@ class Observer:
         at, end = self.replicas.check(sample)
         # A damaged copy is not compared: it must not be served, and the readers check what is
         # served.
-        end = at if self.losses.is_rotten(key, broker) else min(end, log.written_end)
+        rotten = self.losses.is_rotten(key, broker)
+        end = at if rotten else min(end, log.written_end)
         while log.local_log_start <= at < end:
             found = log.read(at, bound=end, max_bytes=READ_BYTES)
             if not found.data:
@@ -366,8 +367,9 @@ class Observer:
             at = found.next_offset
         if leads:
             self._check_leader(broker, partition, state.leader_epoch)
-        elif log.log_start < log.local_log_start <= sample.high_watermark:
-            # a replica with a lower HW is just being truncated
+        elif log.log_start < log.local_log_start <= sample.high_watermark and not rotten:
+            # A replica with a lower HW is just being truncated.  A damaged one may lack its first
+            # segments.
             counters = self._table(partition)
             covered = NONE if counters is None else counters.end
             self.invariants.check_local(
@@ -385,13 +387,14 @@ class Observer:
         assert leader is not None
         counters = self._table(partition)
         current = leader.leader_epoch == epoch
+        rotten = self.losses.is_rotten(key, broker)  # its first segments may be missing
         sample = PartitionSample(
             key=key,
             topic=partition.topic,
             broker=broker,
             leader_epoch=leader.leader_epoch,
             log_start=log.log_start,
-            local_log_start=log.local_log_start,
+            local_log_start=log.log_start if rotten else log.local_log_start,
             last_stable_offset=partition.last_stable_offset,
             high_watermark=partition.high_watermark,
             log_end=log.written_end,
