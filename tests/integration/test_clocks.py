@@ -13,7 +13,12 @@ from typing import Any
 import pytest
 from wrong_clock import needs_faketime
 
-pytestmark = [pytest.mark.integration, pytest.mark.long, needs_faketime]
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.long,
+    pytest.mark.timeout(900),  # nodes start again and again, and libfaketime makes them slow
+    needs_faketime,
+]
 
 ABUSE = Path(__file__).resolve().parents[1] / "abuse"
 
