@@ -1,9 +1,9 @@
 """The changes that a decision of the controller makes, as lines for the log of its process.
 
 Pure.  An operator who reads the log of the active controller sees every change of the cluster's
-       state: topics, partitions, settings, leaders, in-sync sets, reassignments and brokers.  One
-       decision may change thousands of partitions, so changes of one kind share a line: it counts
-       them and names the first `NAMED_MAX`.
+state: topics, partitions, settings, leaders, in-sync sets, reassignments and brokers.  One decision
+may change thousands of partitions, so changes of one kind share a line: it counts them and names
+the first `NAMED_MAX`.
 
 Invariants
   E1  A line states what the records of one decision change.  `events_of` is called before the

@@ -1,10 +1,9 @@
 """Makes snapshots of a controller's metadata log (KIP-630).
 
 World-generic.  Every controller makes its own snapshots, leader or not, from committed records
-                only.  It replays the newest snapshot and the log behind it from the disk into an
-                image, and writes that image.  Nothing stays in memory between two snapshots.  The
-                work is done in slices; between two slices the loop serves votes and heartbeats
-                (rule P1).
+only.  It replays the newest snapshot and the log behind it from the disk into an image, and writes
+that image.  Nothing stays in memory between two snapshots.  The work is done in slices; between two
+slices the loop serves votes and heartbeats (rule P1).
 
 Invariants
   K1  A snapshot ends at or below the high watermark, so its content is committed.

@@ -1,10 +1,10 @@
 """Which replicas the controller knows to be offline, and how far the metadata image follows.
 
 Pure.  A broker lists its offline replicas in every heartbeat (rules L2, L9, L15).  The controller
-       takes such a replica out of ISR and ELR before it replies, so the reply acknowledges the
-       report.  The broker's metadata image gets the controller's records later.  A fetch of the
-       metadata log that was sent after the reply, and that reached the committed end, includes
-       them.  Only then may the broker set a damaged log aside (broker/metadata_publisher M7).
+takes such a replica out of ISR and ELR before it replies, so the reply acknowledges the report.
+The broker's metadata image gets the controller's records later.  A fetch of the metadata log that
+was sent after the reply, and that reached the committed end, includes them.  Only then may the
+broker set a damaged log aside (broker/metadata_publisher M7).
 
 Invariants
   O1  An acknowledgement ends when the replica is online again.  A later failure is reported, and

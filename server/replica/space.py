@@ -1,10 +1,10 @@
 """Room for the appends of clients in one data directory (rule L16).
 
 Sans-IO.  The scheduler (`server/broker/scheduler.py`) measures the free space from time to time,
-          off the loop.  Between two measurements, and during one, the bytes of decided appends are
-          subtracted from the last result.  Other writes (of other processes, or of this process's
-          indexes, checkpoints and log files) are not subtracted, so the estimate is too high by
-          what they write until the next measurement.
+off the loop.  Between two measurements, and during one, the bytes of decided appends are subtracted
+from the last result.  Other writes (of other processes, or of this process's indexes, checkpoints
+and log files) are not subtracted, so the estimate is too high by what they write until the next
+measurement.
 
   | free space after the append   | appends of clients  | leadership                       |
   |-------------------------------|---------------------|----------------------------------|

@@ -1,8 +1,8 @@
 """Before an uncleanly elected leader serves, it compares its log with the tier's table (rule T4).
 
 World-generic.  An unclean leader may lack records that the table has, and may have other records at
-                the table's offsets.  The leader first commits its epoch to the table as a *claim*,
-                so no copier of an older epoch can commit any more.  Then it compares:
+the table's offsets.  The leader first commits its epoch to the table as a *claim*, so no copier of
+an older epoch can commit any more.  Then it compares:
 
   - If the log reaches the table's end, and its epoch cache gives the table's epoch for the last
     tiered offset, log and table have the same history, and the log stays.

@@ -1,8 +1,8 @@
 """Flipped bits in the log files of three replicating nodes (rule L9): a part of `log_damage`.
 
 Node 1 leads.  Its followers or its tier process are stopped meanwhile, or killed.  The run flips
-               one bit in each of some batches of one replica: batches that the other replicas have
-               fetched, and batches that they have not.  What must hold:
+one bit in each of some batches of one replica: batches that the other replicas have fetched, and
+batches that they have not.  What must hold:
 
   right     no consumer, no other replica's log and no row of the table ever has another value
   named     the broker says which offsets are damaged

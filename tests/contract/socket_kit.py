@@ -1,4 +1,4 @@
-"""What tests of the socket transport share: raw connections, served listeners, handlers."""
+"""Shared parts of the tests of the socket transport: raw connections, listeners, handlers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def framed(frame: bytes) -> bytes:
 
 
 async def answer_to(listener: Listener, said: bytes) -> bytes | None:
-    """What a listener answers before it closes; None = it closed with something unread."""
+    """Return what a listener answers before it closes; None = it closed with unread bytes."""
     loop = asyncio.get_running_loop()
     with dialled(listener) as stranger:
         await loop.sock_sendall(stranger, said)
@@ -52,8 +52,10 @@ def dialled(listener: Listener) -> socket.socket:
 async def serving(
     handler: StreamHandler, memory: InboundMemory | None = None
 ) -> AsyncIterator[tuple[PkNetwork, Listener]]:
-    """A network and its listener, which are closed however the test ends: a grpc server that is
-    collected after its loop was closed complains of that, and hides why the test failed.
+    """Yield a network and its listener, which are closed however the test ends.
+
+    A grpc server that is collected after its loop was closed reports an error of its own, which
+    hides why the test failed.
     """
     network = PkNetwork(memory=memory)
     listener = await network.listen("127.0.0.1:0", handler)
@@ -65,7 +67,9 @@ async def serving(
 
 
 async def greet(_kind: StreamKind, stream: Stream) -> None:
-    """A server's handler: any frame is a hello; one that says `known` is proven."""
+    """Handle a stream as a server: any frame is a hello; a frame `known` makes the peer a proven
+    one.
+    """
     hello = await stream.recv()
     if hello is None:
         return
@@ -85,6 +89,6 @@ async def say(network: PkNetwork, listener: Listener, kind: StreamKind, said: by
 
 
 async def echo(_kind: StreamKind, stream: Stream) -> None:
-    """A handler that sends back what comes."""
+    """Handle a stream by sending back what arrives."""
     while (frame := await stream.recv()) is not None:
         await stream.send(frame)

@@ -1,5 +1,5 @@
-"""Creating many partitions in one visit, on real files and on simulated ones: the same logs, the
-same directories.
+"""Creating many partitions in one visit, on real files and on simulated ones: the logs and
+directories are the same.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
 
 @pytest.fixture
 def life(storage: Storage) -> Open:
-    """The next process's manager."""
+    """Return the log manager of the next process."""
 
     def begin() -> LogManager:
         no_network: Any = None
@@ -99,7 +99,7 @@ def test_what_one_life_creates_the_next_one_opens(
 
 
 def open_below(folder: Path) -> list[str]:
-    """Files below `folder` that this process has open; others come and go with the collector."""
+    """Return the files below `folder` that this process has open."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # the descriptor of this very listing
@@ -110,7 +110,7 @@ def open_below(folder: Path) -> list[str]:
 def test_a_real_sync_that_fails_creates_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """L2: and no descriptor is left behind."""
+    """L2: and no descriptor stays open."""
     storage = RealStorage(str(tmp_path / "data"))
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""Rule L17 on real sockets: the budget of inbound frames as a listener keeps it."""
+"""Rule L17 on real sockets: a listener keeps the budget of inbound frames."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.contract.socket_kit import END, dialled, framed, run, say, serving
 
 
 def budget(pool: int, frame_bytes_max: int = limits.MIB) -> InboundMemory:
-    """`pool` bytes for 100 connections."""
+    """Return a budget of `pool` bytes for 100 connections."""
     inbound = MemoryPool(pool + 100 * CONNECTION_BYTES, 100, frame_bytes_max)
     return InboundMemory(inbound, SystemClock())
 
 
 async def _keep(_kind: StreamKind, stream: Stream) -> None:
-    """A handler that lets go of each frame before it asks for the next."""
+    """Handle a stream: release each frame before asking for the next."""
     if await stream.recv() is not None:
         stream.admit(False)
         await stream.send(b"welcome")
@@ -37,7 +37,7 @@ async def _keep(_kind: StreamKind, stream: Stream) -> None:
 
 
 async def greeted(listener: Listener) -> socket.socket:
-    """A raw connection that was admitted."""
+    """Return a raw connection that was admitted."""
     loop, sock = asyncio.get_running_loop(), dialled(listener)
     await loop.sock_sendall(sock, b"PKS1P" + framed(b"hello"))
     wanted = b"PKS1" + framed(b"welcome")
@@ -55,7 +55,7 @@ async def exactly(sock: socket.socket, size: int) -> bytes:
 
 
 async def refusal_of(sock: socket.socket) -> errors.PkError:
-    """The error that a server's last frame names; its end follows."""
+    """Return the error in a server's last frame, which is followed by the end."""
     (size,) = struct.unpack("<I", await exactly(sock, 4))
     head = decode(await exactly(sock, size)).head
     assert await exactly(sock, 4) == END
@@ -90,8 +90,9 @@ def test_memory_is_taken_as_bytes_arrive_and_given_back() -> None:
 
 @pytest.mark.parametrize("size", [limits.MIB + 1, limits.WIRE_FRAME_BYTES_MAX])
 def test_a_frame_beyond_the_bound_is_refused_by_name(size: int) -> None:
-    """wire/socket_stream N4, L17: what follows of it is thrown away, so that the peer can read
-    why."""
+    """wire/socket_stream N4, L17: the rest of the frame is dropped, so that the peer can read the
+    reason.
+    """
 
     async def test() -> None:
         memory = budget(64 * limits.MIB)
@@ -107,7 +108,7 @@ def test_a_frame_beyond_the_bound_is_refused_by_name(size: int) -> None:
 
 
 def test_a_large_frame_comes_after_the_hello() -> None:
-    """L17: who has not said hello takes no memory."""
+    """L17: a peer that has not sent its hello takes no memory."""
 
     async def test() -> None:
         async with serving(_keep, budget(64 * limits.MIB)) as (_, listener):
@@ -124,7 +125,9 @@ def test_a_large_frame_comes_after_the_hello() -> None:
 def test_half_received_frames_are_closed_when_another_needs_their_memory(
     monkeypatch: Any,
 ) -> None:
-    """L17, wire/inbound M4: with ThrottledError, and only then; meanwhile short frames pass."""
+    """L17, wire/inbound M4: they are closed with ThrottledError, and only then; meanwhile short
+    frames pass.
+    """
     monkeypatch.setattr("pk.wire.memory.LOOK_MS", 10)
     monkeypatch.setattr("pk.wire.inbound.STALL_MS", 100)
 
@@ -151,7 +154,7 @@ def test_half_received_frames_are_closed_when_another_needs_their_memory(
 
 
 def test_a_proven_peer_needs_no_room() -> None:
-    """L17, wire/inbound M3: what it sends passes though the pool is used up."""
+    """L17, wire/inbound M3: its frames pass although the pool is used up."""
 
     async def serve(_kind: StreamKind, stream: Stream) -> None:
         if (hello := await stream.recv()) is not None:

@@ -1,8 +1,9 @@
 """One suite for all networks (docs/ARCHITECTURE.md): the real one, grpc alone, and the simulator's.
 
-The real one carries control over grpc and data over sockets, so its tests run with both kinds.
+The real network sends control over grpc and data over sockets, so its tests run with both kinds.
 
-Each test is a coroutine in the network's own kind of event loop; `nets` are the doors of two nodes.
+Each test is a coroutine in the network's own kind of event loop; `nets` are the networks of two
+nodes.
 """
 
 from __future__ import annotations
@@ -96,8 +97,9 @@ async def echo(_kind: StreamKind, stream: Stream) -> None:
 
 
 def test_frames_arrive_whole_and_in_order(run: Run) -> None:
-    """world W1, wire/socket_stream N1: any bytes are a frame, also none at all and what looks like
-    a pack."""
+    """world W1, wire/socket_stream N1: a frame is any bytes, including none, and bytes that look
+    like a pack.
+    """
     odd = [b"", b"\xff\xff\xff\xff", b"\xff\xff\xff\xff\x01", b"\xff" * 9, b"a", bytes(100_000)]
     frames = [odd[n % len(odd)] + str(n).encode() * (n % 3) for n in range(300)]
 
@@ -187,7 +189,7 @@ def test_concurrent_senders_lose_nothing(run: Run) -> None:
 
 
 def test_back_pressure_stops_the_sender(run: Run) -> None:
-    """A reader that does not read stops `send` after a bounded number of bytes."""
+    """If the peer does not read, `send` waits after a bounded number of bytes."""
     frame = bytes(limits.MIB)
     total = 120
 
@@ -228,8 +230,9 @@ def test_back_pressure_stops_the_sender(run: Run) -> None:
 
 
 def test_the_client_ends_cleanly(run: Run) -> None:
-    """wire/socket_stream N2: after close everything sent is delivered, then None, on the other
-    side."""
+    """wire/socket_stream N2: after close the other side receives everything that was sent, then
+    None.
+    """
 
     async def test(nets: Nets) -> None:
         seen: list[bytes | None] = []
@@ -297,7 +300,7 @@ def test_nobody_listens(run: Run) -> None:
 
 
 def test_a_taken_address_is_refused(tmp_path: Any) -> None:
-    """P3: so_reuseport=0.  (Over unix sockets the directory's lock decides instead.)"""
+    """P3: so_reuseport=0.  (For unix sockets the directory's lock decides instead.)"""
 
     async def test(nets: Nets) -> None:
         listener = await nets.server.listen(nets.address, echo)
@@ -339,7 +342,7 @@ def test_a_shut_down_server_breaks_the_stream_at_once(run: Run) -> None:
 
 
 def test_a_cancelled_recv_and_a_cancelled_send_harm_nothing(run: Run) -> None:
-    """Deadlines are set around calls that share a stream; frames are neither lost nor doubled."""
+    """Calls that share a stream have deadlines; frames are neither lost nor doubled."""
 
     async def test(nets: Nets) -> None:
         listener = await nets.server.listen(nets.address, echo)

@@ -25,7 +25,7 @@ def server(**given: object) -> dict[str, object]:
 
 @pytest.fixture(params=["memory", "file", pytest.param("s3", marks=pytest.mark.s3)])
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Run]:
-    """Runs a test's coroutine on a store of each kind."""
+    """Run a test's coroutine on a store of each kind."""
     if request.param == "s3":
         gateway = request.getfixturevalue("s3_server")
         given = gateway.server_settings(f"objects/{tmp_path.name}")
@@ -129,7 +129,9 @@ def test_an_upload_that_dies_leaves_no_object(tmp_path: Path) -> None:
 def test_an_object_is_found_after_a_power_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """file://: through the names of the directories above it; again, if they were made again."""
+    """file://: the names of the directories above it are synced, and synced again if they were
+    created again.
+    """
     sync = os.fsync
     synced: list[int] = []
 
@@ -158,7 +160,9 @@ def test_an_object_is_found_after_a_power_loss(
 def test_a_directory_that_is_emptied_under_an_upload_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """file://: a delete removes it; an upload does not end in FileNotFoundError for that."""
+    """file://: a delete removes the empty directory; the upload does not end with
+    FileNotFoundError.
+    """
     mkdir, left = Path.mkdir, [2]
 
     def emptied(path: Path, *args: object, **options: object) -> None:

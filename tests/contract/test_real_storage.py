@@ -1,5 +1,6 @@
-"""What only the real Storage can show: descriptors, the lock, a directory that goes
-(log/storage D2, D4)."""
+"""Properties of the real Storage only: descriptors, the lock, a directory that vanishes
+(log/storage D2, D4).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from pk.log.files import RealStorage
 def test_a_full_disk_is_locked_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a broker whose disk is full could not be started to make room."""
+    """Otherwise a broker whose disk is full could not be started to free space."""
 
     def full(*_args: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -51,7 +52,9 @@ def test_a_directory_that_cannot_be_locked_is_not_in_use(
 def test_no_descriptor_for_now_says_nothing_of_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """log/storage D2: too many connections, say; the directory must not be lost for it."""
+    """log/storage D2: for example, there are too many connections; the directory must not fail
+    because of it.
+    """
     storage = RealStorage(str(tmp_path))
     storage.replace_file("a", b"kept")
 
@@ -147,8 +150,9 @@ def test_reads_survive_a_close_in_between(tmp_path: Path) -> None:
 def test_a_sync_survives_a_close_in_between(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """log/storage D4: it syncs what it was asked to, not a file that got its descriptor
-    meanwhile."""
+    """log/storage D4: it syncs the file that it was called for, not another one that got the
+    descriptor meanwhile.
+    """
     storage = RealStorage(str(tmp_path))
     file = storage.open("a", create=True)
     begun, closed = threading.Event(), threading.Event()
@@ -174,7 +178,9 @@ def test_a_sync_survives_a_close_in_between(
 
 
 def test_a_directory_that_went_from_under_its_owner_has_failed(tmp_path: Path) -> None:
-    """log/storage D2: unmounted, removed or replaced; its name is not written to any more."""
+    """log/storage D2: it was unmounted, removed or replaced; nothing is written to its path any
+    more.
+    """
     home = tmp_path / "data"
     storage = RealStorage(str(home))
     storage.lock()

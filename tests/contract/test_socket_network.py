@@ -1,5 +1,6 @@
-"""What only the socket transport has: its opening, its lengths, its one port
-(wire/socket_stream N1–N5, wire/socket_network N6, N7, wire/dead_peers N8)."""
+"""Properties of the socket transport only: its opening, its lengths, its single port
+(wire/socket_stream N1–N5, wire/socket_network N6, N7, wire/dead_peers N8).
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ from tests.contract.socket_kit import (
 
 
 def pair() -> tuple[SocketStream, socket.socket, list[str]]:
-    """A stream, the raw other end of its socket, and a list that tells when it is closed."""
+    """Return a stream, the raw other end of its socket, and a list that shows when it is closed."""
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     theirs.setblocking(False)
@@ -49,7 +50,9 @@ async def turn(times: int = 20) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_frames_are_cut_out_of_any_pieces(seed: int) -> None:
-    """wire/socket_stream N1: sizes around the scratch buffer's, delivered in pieces of any size."""
+    """wire/socket_stream N1: sizes around that of the scratch buffer, delivered in pieces of any
+    size.
+    """
     rng = random.Random(seed)
     scratch = 64 * limits.KIB
     sizes = [0, 1, 3, 4, 5, scratch - 5, scratch - 4, scratch - 3, scratch, 3 * scratch + 1]
@@ -80,7 +83,7 @@ def test_frames_are_cut_out_of_any_pieces(seed: int) -> None:
 
 
 def test_an_announced_length_beyond_the_limit_breaks_the_stream() -> None:
-    """wire/socket_stream N1: before any memory is taken for it."""
+    """wire/socket_stream N1: before any memory is allocated for it."""
 
     async def test() -> None:
         stream, theirs, freed = pair()
@@ -126,7 +129,7 @@ def test_a_closed_stream_whose_peer_says_nothing_is_given_up(monkeypatch: Any) -
 
 
 class Greedy(socket.socket):
-    """A socket whose peer takes everything at once."""
+    """A socket whose peer accepts every byte at once."""
 
     def sendmsg(self, buffers: Any, *_more: Any) -> int:
         return sum(map(len, buffers))
@@ -134,7 +137,7 @@ class Greedy(socket.socket):
 
 @pytest.mark.parametrize(("size", "count"), [(1, 5000), (limits.MIB, 30)])
 def test_a_sender_lets_others_run(size: int, count: int) -> None:
-    """wire/socket_stream N5: though nothing makes it wait."""
+    """wire/socket_stream N5: although the sender never has to wait."""
 
     async def test() -> None:
         ours, theirs = socket.socketpair()
@@ -203,7 +206,7 @@ def test_a_connection_that_opens_http2_and_begins_no_stream_is_closed(monkeypatc
 
 
 def test_a_peer_that_accepts_and_says_nothing_cannot_be_connected_to() -> None:
-    """wire/socket_network N6: a stopped process still has a backlog that takes connections."""
+    """wire/socket_network N6: a stopped process still has a backlog that accepts connections."""
 
     async def test() -> None:
         with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -234,8 +237,9 @@ def test_an_address_that_is_none(address: str) -> None:
 def test_silent_connections_displace_each_other_and_keep_nobody_out(
     monkeypatch: Any, bound: str
 ) -> None:
-    """wire/socket_network N7, wire/connection_quotas N11: as many as the bound, and again as many;
-    who speaks gets in."""
+    """wire/socket_network N7, wire/connection_quotas N11: there are twice as many silent
+    connections as the bound; a peer that sends its hello is admitted.
+    """
     if bound == "ours":
         monkeypatch.setattr(limits, "CONNECTIONS_MAX", 16)
     else:  # the rest is for the logs
@@ -296,7 +300,7 @@ def test_clients_leave_room_for_brokers_and_one_address_for_others(monkeypatch: 
 
 
 def _vanish(sock: socket.socket) -> ctypes.Array[ctypes.c_char]:
-    """Nothing that comes for this socket reaches it any more: its peer is left alone."""
+    """Drop everything that arrives for this socket, so that its peer is alone."""
     program = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))  # BPF: return 0
     attach = 26  # SO_ATTACH_FILTER
     sock.setsockopt(socket.SOL_SOCKET, attach, struct.pack("HL", 1, ctypes.addressof(program)))
@@ -304,7 +308,7 @@ def _vanish(sock: socket.socket) -> ctypes.Array[ctypes.c_char]:
 
 
 def test_a_peer_that_vanished_with_something_on_its_way_is_given_up(monkeypatch: Any) -> None:
-    """wire/dead_peers N8, R7, on both ends; while one that does not read is waited for."""
+    """wire/dead_peers N8, R7, on both ends; a peer that does not read is waited for."""
     monkeypatch.setattr(dead_peers, "KEEPALIVE_MS", 50)
     monkeypatch.setattr(dead_peers, "UNACKNOWLEDGED_MS", 300)
     monkeypatch.setattr(dead_peers, "RETRANSMITS_MIN", 1)
@@ -348,8 +352,9 @@ async def _flood(stream: Stream) -> None:
 
 
 def test_a_watch_looks_at_all_its_streams_and_then_rests(monkeypatch: Any) -> None:
-    """wire/dead_peers N8: some at a turn, and without streams not at all: a timer would hold up a
-    client's end."""
+    """wire/dead_peers N8: it checks some streams per turn.  Without streams no timer runs, because
+    it would delay the end of a client.
+    """
     monkeypatch.setattr(dead_peers, "KEEPALIVE_MS", 0)
     monkeypatch.setattr(dead_peers, "LOOKS_PER_TURN", 2)
     seen: list[str] = []
@@ -439,7 +444,7 @@ def test_descriptors_do_not_grow() -> None:
 
 
 def test_a_killed_process_is_noticed_at_once() -> None:
-    """R7: on a data stream, too."""
+    """R7: also on a data stream."""
     code = (
         "import asyncio\n"
         "from pk.wire.socket_network import PkNetwork\n"

@@ -1,4 +1,4 @@
-"""One suite for every Storage: the real one and the simulated one keep the same promises
+"""One suite for every Storage: the real one and the simulated one give the same guarantees
 (log/storage D1, D2, L1).
 """
 
@@ -79,7 +79,7 @@ def test_two_handles_see_one_file(storage: Storage) -> None:
 
 
 def test_a_closed_file_is_not_used(storage: Storage) -> None:
-    """log/storage D4: nor does that say anything of the disk."""
+    """log/storage D4: the error does not mean that the disk failed."""
     file = storage.open("a", create=True)
     file.append([b"kept"])
     file.close()
@@ -239,8 +239,8 @@ def test_one_failure_fails_all_that_is_synced_with_it(
 
 @pytest.fixture
 def provoke(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int | None], None]:
-    """`provoke("full" | "write" | "sync", None)`: the next such operations fail; `provoke("",
-    None)`: no more.
+    """`provoke("full" | "write" | "sync", None)` makes the next such operations fail; `provoke("",
+    None)` ends that.
     """
 
     def simulated(what: str) -> None:
@@ -272,8 +272,8 @@ def provoke(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> Callable[[str,
 
 
 def test_no_space_leaves_nothing_behind(storage: Storage, provoke: Callable[[str], None]) -> None:
-    """log/storage D1, D2: the file is as before, the storage goes on, and works again once there is
-    space.
+    """log/storage D1, D2: the file is as before, the storage continues, and works again once there
+    is space.
     """
     file = storage.open("a", create=True)
     file.append([b"0123456789"])
@@ -293,7 +293,9 @@ def test_no_space_leaves_nothing_behind(storage: Storage, provoke: Callable[[str
 def test_any_other_failure_takes_the_storage_offline(
     storage: Storage, provoke: Callable[[str], None], what: str
 ) -> None:
-    """log/storage D2, L2: reads go on, nothing is written any more, also when the disk would."""
+    """log/storage D2, L2: reads continue, and nothing is written any more, even if the disk would
+    accept it.
+    """
     file = storage.open("a", create=True)
     file.append([b"0123456789"])
     provoke(what)
@@ -382,7 +384,7 @@ def test_writes_run_in_order_and_raise_to_their_caller(disk: Callable[[], Disk])
 
 
 def test_a_cancelled_caller_does_not_cancel_its_job(disk: Callable[[], Disk]) -> None:
-    """log/files F2: what was queued behind it counts on it."""
+    """log/files F2: later jobs in the queue rely on it."""
 
     async def main() -> None:
         lane = disk()
@@ -443,7 +445,7 @@ def test_written_survives_the_process() -> None:
 
 
 def test_synced_survives_power_and_unsynced_may_not() -> None:
-    """log/storage D3: of what was not synced, any subset of blocks."""
+    """log/storage D3: any subset of the unsynced blocks may survive."""
     outcomes = set()
     for seed in range(60):
         storage = SimStorage(rng=random.Random(seed))
@@ -500,8 +502,8 @@ def test_dying_in_an_append_leaves_a_prefix() -> None:
 def test_an_append_that_cannot_be_cut_back_takes_the_storage_offline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """log/storage D1, also where the cut is refused for want of space, as copy-on-write file
-    systems do: a torn batch in the middle would be damage to who opens it.
+    """log/storage D1: also if the truncation is refused for lack of space, as copy-on-write file
+    systems do.  A later opening would take a torn batch in the middle for damage.
     """
     storage = RealStorage(str(tmp_path))
     file = storage.open("a", create=True)
@@ -524,7 +526,7 @@ def test_an_append_that_cannot_be_cut_back_takes_the_storage_offline(
 
 
 def test_a_full_disk_is_locked_like_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The name in the lock file is for people; a start on a full disk is what makes room."""
+    """The name in the lock file is for people; only a start can free space on a full disk."""
 
     def full(fd: int, data: bytes, position: int) -> int:
         raise OSError(errno.ENOSPC, "injected")

@@ -39,7 +39,7 @@ TOPIC, TOPIC_ID = "flights", "2f1c6a2e-55a0-4c87-9a6d-0d6f4f7f8f10"
 
 @dataclass
 class Kit:
-    """A factory, and what an outsider does to the table's directory."""
+    """A factory of tables, and what an outsider does to a table's directory."""
 
     factory: TableFactory
     drop: Callable[[], None]
@@ -60,7 +60,7 @@ DAMAGE = {
 
 
 def _altered(newest: Snapshot, what: str) -> Snapshot:
-    """The same damage to the fake."""
+    """Return the same damage for the fake."""
     files, counters = dict(newest.files), dict(newest.counters)
     path = max(files)
     if what == "no add":
@@ -75,7 +75,7 @@ def _altered(newest: Snapshot, what: str) -> Snapshot:
 
 
 def alone(tables: TableFactory) -> Kit:
-    """Tables that no outsider touches."""
+    """Return tables that no outsider touches."""
     return Kit(tables, lambda: None, lambda _: None, lambda _: lambda: None)
 
 
@@ -183,7 +183,7 @@ def test_commits_follow_each_other_and_are_seen_by_another_handle(run: Run) -> N
 
 
 def test_what_was_committed_survives_power(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """T6: local records go because of it.  Commits of others count once they were seen."""
+    """T6: local records are dropped because of it; loaded commits of others count, too."""
     sync = os.fsync
     synced: set[int] = set()
 
@@ -237,7 +237,7 @@ def test_what_was_committed_survives_power(tmp_path: Path, monkeypatch: pytest.M
 def test_what_a_table_is_opened_by_is_synced_not_all_its_past(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A month of commits took longer than a call may, at every try: the table was never opened."""
+    """Syncing a month of commits took longer than a call may take: no table was opened."""
     clock = SystemClock()
     chosen = StoreSettings.of(settings.SERVER.resolve({"tier_url": tmp_path.as_uri()}))
     home = tmp_path / layout.table_path(TOPIC, TOPIC_ID) / "_delta_log"
@@ -372,7 +372,7 @@ def test_what_was_removed_is_vacuumed_once_whoever_removed_it(run: Run) -> None:
 
 
 def test_a_vacuum_asks_before_it_deletes(run: Run) -> None:
-    """Rule L10: what was put off is deleted by the next one."""
+    """Rule L10: the next vacuum deletes the files that were kept."""
 
     async def never() -> bool:
         return False
@@ -424,7 +424,7 @@ def test_a_table_made_anew_is_not_vacuumed_for_the_old_one(run: Run) -> None:
 
 
 def test_only_what_was_asked_for_is_counted(run: Run) -> None:
-    """A snapshot without a partition says nothing of it; what the fake knows more hides faults."""
+    """A snapshot without a partition has no counters of it; otherwise bugs stay hidden."""
 
     async def test(kit: Kit) -> None:
         table, _ = await created(kit)
@@ -517,7 +517,7 @@ def test_a_damaged_version_is_refused_until_it_is_mended(run: Run, what: str) ->
 
 
 def test_many_commits_survive_checkpoints(tmp_path: Path) -> None:
-    """T2: counters live in txn actions, which checkpoints keep; the log stays short of nothing."""
+    """T2: counters are in txn actions; checkpoints keep them when the log is cleaned."""
 
     async def whole() -> None:
         clock = SystemClock()
@@ -559,7 +559,7 @@ class SetClock(SystemClock):
 def test_what_was_removed_under_a_clock_that_was_behind_is_kept(
     tmp_path: Path, restarted: bool
 ) -> None:
-    """Rule L10: its date is no earlier than the commits that the store had before."""
+    """Rule L10: the removal's date is not before the commits that the store already had."""
 
     async def whole() -> None:
         clock = SetClock()

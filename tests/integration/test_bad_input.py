@@ -1,7 +1,8 @@
-"""Bad input against real processes: each is a typed error that names the cause and who acts.
+"""Bad input to real processes: each case is a typed error that names the cause and who must act.
 
-One server for all: after every test it must still serve what it acknowledged.  The tier's bad input
-is in `test_tier_bad_input.py`, directories, ports and settings in `test_supervisor.py`.
+All tests share one server: after every test it must still serve every acknowledged record.  The
+tier's bad input is in `test_tier_bad_input.py`, that of directories, ports and settings in
+`test_supervisor.py`.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def until(holds: Callable[[], Any]) -> Any:
 
 
 def values(node: Node, topic: str, partition: int, count: int) -> list[bytes | None]:
-    """The first `count` values of a partition."""
+    """Return the first `count` values of a partition."""
     found: list[bytes | None] = []
     with Consumer(node.address, auto_offset_reset="earliest") as consumer:
         consumer.assign([TopicPartition(topic, partition)])
@@ -105,7 +106,7 @@ def wrong_magic() -> bytes:
 
 
 def hostile() -> bytes:
-    """A right checksum over a body whose lengths and offsets point anywhere."""
+    """Return a batch with a valid checksum over a body whose lengths and offsets point anywhere."""
     raw = good(codec="none")
     body = b"\xff" * (len(raw) - batches.HEADER_BYTES)
     return b"".join(batches.seal(batches.read_header(raw), [body]))
@@ -114,7 +115,9 @@ def hostile() -> bytes:
 def produce(
     node: Node, entries: list[tuple[str, int, bytes]]
 ) -> dict[int, tuple[int, str, errors.PkError | None]]:
-    """Index of an entry → its base offset, the message and the error as a client gets it."""
+    """Send the batches; return index of an entry → its base offset, the message and the error as a
+    client gets it.
+    """
 
     async def main() -> dict[int, tuple[int, str, errors.PkError | None]]:
         network = PkNetwork()
@@ -255,7 +258,7 @@ def test_consumer_options(node: Node, options: dict[str, Any], says: str) -> Non
 def test_a_damaged_batch_of_the_only_copy_costs_its_own_range_and_nothing_else(
     node: Node, place: int, says: str
 ) -> None:
-    """Rule L9: the copier finds it; the range is logged and told to readers, never skipped."""
+    """Rule L9: the copier finds it; the range is logged and reported to readers, never skipped."""
     topic = f"damaged-{place}"
     node.topic(topic, 2, segment_bytes=100_000, tier_max_lag_ms=600_000)
     with Producer(node.address, linger_ms=0) as producer:

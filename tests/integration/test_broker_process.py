@@ -1,6 +1,6 @@
 """The broker as a process under its supervisor: kill -9, a full disk, a drain.
 
-Rules L2, L3, L7, P1.  The client here speaks frames, so that nothing but the broker is tested.
+Rules L2, L3, L7, P1.  The client here sends frames itself, so that only the broker is tested.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ PATIENCE_S = 30
 
 
 def batch(size: int, number: int = 0, **fields: Any) -> bytes:
-    """One record of `size` bytes that begins with its number."""
+    """Return a batch with one record of `size` bytes that begins with its number."""
     value = number.to_bytes(8, "big") + os.urandom(size - 8)
     rows = pa.RecordBatch.from_pydict({"value": pa.array([value], pa.binary())})
     return b"".join(columns.encode(rows, default_timestamp=CLOCK.wall_ms(), **fields))
 
 
 class Client:
-    """One connection to a broker that may go and come back."""
+    """One connection to a broker that may be down for a while."""
 
     def __init__(self, network: PkNetwork, address: str) -> None:
         self.network = network
@@ -59,7 +59,9 @@ class Client:
         return reply.results[0].topic_id
 
     async def produce(self, topic_id: str, raw: bytes) -> int:
-        """The batch's offset.  Raises its typed error, or `BrokerUnavailable`."""
+        """Produce the batch and return its offset.  Raises its typed error, or
+        `BrokerUnavailable`.
+        """
         try:
             async with asyncio.timeout(PATIENCE_S):
                 stream, _ = await open_stream(self.network, self.address, StreamKind.PRODUCE, HELLO)
@@ -83,7 +85,7 @@ class Client:
         return result.base_offset
 
     async def read(self, topic_id: str) -> list[int]:
-        """The number in every record, in offset order; every batch's checksum is verified."""
+        """Return the number in every record, in offset order; verify every batch's checksum."""
         stream, _ = await open_stream(self.network, self.address, StreamKind.FETCH, HELLO)
         request = wire.FetchRequest(
             replica_id=-1, isolation=1, max_bytes=1 << 20, credit_bytes=1 << 40, max_wait_ms=500
@@ -125,7 +127,7 @@ async def until_stored(
 ) -> int:
     """Send a batch of an idempotent producer again until it is acknowledged, or refused as `told`.
 
-    Idempotent, or a reply that was lost on a busy machine would become a record twice.
+    Without idempotence, a reply that is lost on a busy machine would lead to a duplicate.
     """
     deadline = monotonic_s() + PATIENCE_S
     while True:
@@ -159,7 +161,7 @@ def test_kill_9_under_load_loses_and_doubles_nothing(tmp_path: Path, role: str) 
 
 
 def test_a_drain_leaves_clean_directories_and_says_so(tmp_path: Path) -> None:
-    """Rule L3: after SIGTERM the next start scans nothing."""
+    """Rule L3: after SIGTERM the next start scans no log."""
     server = EmbeddedServer(tmp_path / "node")
 
     async def fill() -> str:
@@ -187,7 +189,7 @@ def test_a_drain_leaves_clean_directories_and_says_so(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A tmpfs of 96 MiB; needs the right to mount."""
+    """Return a tmpfs of 96 MiB; needs the right to mount."""
     place = tmp_path / "small"
     place.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=96m", "tmpfs", str(place)]
@@ -198,7 +200,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_pushes_back_and_service_resumes_with_space(small_disk: Path) -> None:
-    """A retriable typed error, reads go on, nothing torn is served, nothing acknowledged lost."""
+    """The error is typed and retriable, reads continue, no torn batch is served, and no
+    acknowledged record is lost.
+    """
     with EmbeddedServer(small_disk / "node", settings={"disk_reserve_bytes": 0}) as server:
         ballast = small_disk / "ballast"
         ballast.write_bytes(bytes(32 << 20))

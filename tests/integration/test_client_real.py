@@ -1,4 +1,4 @@
-"""The client and its commands against a real server: what the simulator cannot show."""
+"""The client and its commands with a real server, as far as the simulator cannot show it."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_topic_that_is_created_again_takes_what_is_sent_right_after(
 def test_a_topic_may_be_created_while_send_waits_for_it(
     server: EmbeddedServer, admin: AdminClient
 ) -> None:
-    """For max_block_ms, not for the moment that metadata travel."""
+    """`send` waits for max_block_ms, not only for the time that metadata take to arrive."""
     create = threading.Timer(2.5, admin.create_topic, ["late"])
     with Producer(server.address, max_block_ms=60_000) as producer:
         create.start()
@@ -216,7 +216,7 @@ def test_bad_records_are_refused_before_they_are_taken(server: EmbeddedServer, t
 def test_a_full_buffer_blocks_then_says_so_and_loses_nothing(
     server: EmbeddedServer, topic: str
 ) -> None:
-    """The broker is frozen: what was accepted is stored once it goes on."""
+    """The broker is stopped: every accepted record is stored once it continues."""
     with Producer(
         server.address, buffer_memory=64 * 1024, batch_size=16 * 1024, max_block_ms=2_000
     ) as producer:

@@ -1,4 +1,4 @@
-"""The client's loop thread beside the threads of an application, against a real server."""
+"""The client's loop thread beside the threads of an application, with a real server."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_threads_that_close_and_send_at_once_end_with_typed_errors(
 def test_a_seek_right_behind_an_assignment_is_never_too_late(
     server: EmbeddedServer, topic: str
 ) -> None:
-    """The loop's thread looks at the partitions at once; the application's seek comes later."""
+    """The loop's thread handles the partitions at once; the application's seek comes later."""
     places = [TopicPartition(topic, partition) for partition in range(3)]
     with Producer(server.address) as producer:
         for place in places:

@@ -25,7 +25,7 @@ ABUSE = Path(__file__).resolve().parents[1] / "abuse"
 
 @pytest.fixture(scope="module")
 def cases() -> Any:
-    """The module, with its neighbours importable while it is loaded."""
+    """Return the module, whose neighbours can be imported while it is loaded."""
     sys.path.insert(0, str(ABUSE))
     try:
         spec = importlib.util.spec_from_file_location("abuse_clocks", ABUSE / "clocks.py")

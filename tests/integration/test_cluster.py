@@ -28,7 +28,7 @@ def cluster(tmp_path: Path) -> Iterator[EmbeddedCluster]:
 
 
 def create(bootstrap: str, name: str) -> None:
-    """Through one broker; the client tries again as clients do."""
+    """Create a topic through one broker; repeat the request as clients do."""
     with AdminClient(bootstrap) as admin:
         (result,) = admin.create_topics([NewTopic(name, 1, {}, 1)], timeout_s=60)
         assert result.error is None, result.error
@@ -45,14 +45,14 @@ def quorum(bootstrap: str) -> QuorumDescription:
 
 
 def everywhere(cluster: EmbeddedCluster, expected: set[str]) -> None:
-    """Every running broker knows these topics."""
+    """Wait until every running broker knows these topics."""
     for node in cluster.nodes.values():
         if node.running and node.node_id in cluster.brokers:
             until(lambda node=node: names(node.listen) == expected, f"topics of {node.listen}")
 
 
 def in_step(bootstrap: str) -> Any:
-    """The description once every voter has everything."""
+    """Return the description of the quorum once every voter has every record."""
 
     def look() -> Any:
         found = quorum(bootstrap)
@@ -129,7 +129,7 @@ def test_a_stopped_controller_holds_nobody(cluster: EmbeddedCluster) -> None:
 
 
 def test_brokers_and_controllers_of_their_own(cluster: EmbeddedCluster) -> None:
-    """Roles, voters that come and go, and the words of `pk quorum`."""
+    """Roles, voters that are added and removed, and the output of `pk quorum`."""
     (first,) = cluster.add(1, roles="controller")
     late = cluster.add(2, roles="controller", first=False)[0]
     brokers = cluster.add(11, 12, roles="broker")

@@ -26,7 +26,7 @@ SIZE = 20_000
 
 
 def values(consumer: Consumer, count: int) -> list[int]:
-    """The numbers of the next records, until `count` or an error."""
+    """Return the numbers of the next records, until `count` of them or an error."""
     found: list[int] = []
     deadline = monotonic_s() + PATIENCE_S
     while len(found) < count:
@@ -36,7 +36,7 @@ def values(consumer: Consumer, count: int) -> list[int]:
 
 
 def repair(directory: Path, *options: str) -> Any:
-    """What `pk log repair --json` says."""
+    """Return the output of `pk log repair --json`."""
     command = [PK, "log", "repair", directory / "data", "--json", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     return json.loads(done.stdout)
@@ -47,7 +47,7 @@ def segments(directory: Path, partition: int = 0) -> list[Path]:
 
 
 def flip(directory: Path) -> Path:
-    """One bit of the value of record FLIPPED of partition 0."""
+    """Flip one bit of the value of record FLIPPED of partition 0."""
     wanted = b"%03d" % FLIPPED + bytes(1_000)
     (path,) = [each for each in segments(directory) if wanted in each.read_bytes()]
     raw = path.read_bytes()

@@ -67,7 +67,7 @@ def test_a_command_gives_up_in_its_time_and_says_where_it_tried(
 
 
 def test_clients_give_up_in_their_time(nowhere: str) -> None:
-    """Each call names its own time-out: none waited for another one's."""
+    """Each call names its own time-out, so none of them waited for another one's."""
     with AdminClient(nowhere) as admin:
         with pytest.raises(errors.RetriableError, match="tried for 700 ms"):
             admin.describe_topics(timeout_s=0.7)

@@ -1,4 +1,4 @@
-"""`pk demo` on a part of its data: the proof comes out, and says no when it must."""
+"""`pk demo` on a part of its data: the proof succeeds, and fails when it must."""
 
 from __future__ import annotations
 

@@ -93,24 +93,26 @@ def until(holds: Callable[[], Any]) -> Any:
 
 
 def holds(node: Node, topic: str, count: int) -> None:
-    """Exactly what was stored, in order."""
+    """Check that the topic has exactly the stored records, in order."""
     found = node.values(topic, count)
     assert [value[:4] for value in found if value] == [b"%04d" % n for n in range(count)]
 
 
 def read_only(place: Path) -> None:
-    """From now on every new file on it is refused; files that are open stay as they are."""
+    """Make the directory refuse every new file from now on; open files are not affected."""
     assert mount("--bind", str(place), str(place))
     assert mount("-o", "remount,bind,ro", str(place))
 
 
 def unmounted(place: Path) -> None:
-    """The disk is pulled: its files live on for who has them open, its name leads to nothing."""
+    """Unmount the disk: processes that have its files open keep them, and its path leads to an
+    empty directory.
+    """
     subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 def check_visible(node: Node, topic: str, bad: Path) -> None:
-    """What an operator sees: the command line, the metrics, the log."""
+    """Check what an operator sees: the command line, the metrics, the log."""
     told = subprocess.run(
         [sys.executable, "-m", "pk.cli", "topics", "describe", topic, "--bootstrap", node.address],
         capture_output=True, text=True, timeout=PATIENCE_S, check=True,
@@ -126,7 +128,9 @@ def check_visible(node: Node, topic: str, bad: Path) -> None:
 def test_a_directory_that_fails_takes_its_own_partitions_offline(
     node: Node, fails: Callable[[Path], None]
 ) -> None:
-    """Typed for writers, readers and who describes; counted; the other directory goes on."""
+    """Writers, readers and describe requests get a typed error; the failure is counted; the other
+    directory continues.
+    """
     node.start()
     bad = node.home / "b"
     with AdminClient(node.address) as admin, Producer(node.address, linger_ms=0) as producer:

@@ -1,4 +1,4 @@
-"""A server of one's own does not outlive its owner, however the owner ends."""
+"""A server that a program starts for itself ends with that program, however the program ends."""
 
 from __future__ import annotations
 

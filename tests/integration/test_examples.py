@@ -17,14 +17,14 @@ CLASSES = (pk.AdminClient, pk.Producer, pk.Consumer)
 
 
 def run(example: doctest.DocTest) -> list[str]:
-    """Every failure of an example, as doctest describes it."""
+    """Return every failure of an example, as doctest describes it."""
     said: list[str] = []
     doctest.DocTestRunner(verbose=False).run(example, out=said.append)
     return said
 
 
 def example_of(documented: type, address: str) -> doctest.DocTest:
-    """The example in the docstring of a class, with another address."""
+    """Return the example in the docstring of a class, with another address."""
     text = (documented.__doc__ or "").replace(ADDRESS, address)
     names = {each.__name__: each for each in CLASSES}
     return doctest.DocTestParser().get_doctest(text, names, documented.__name__, None, 0)

@@ -30,7 +30,7 @@ SETTINGS = {"retention_ms": -1, "segment_bytes": 65_536}
 
 
 def fill(server: EmbeddedServer, start: int, count: int) -> None:
-    """One record a batch, about three batches a segment."""
+    """Produce one record per batch, about three batches per segment."""
     with Producer(server.address, linger_ms=0) as producer:
         for number in range(start, start + count):
             value = b"%03d" % number + bytes(20_000)
@@ -39,7 +39,7 @@ def fill(server: EmbeddedServer, start: int, count: int) -> None:
 
 
 def lose_the_first(folder: Path) -> int:
-    """Remove every file of the first segment; where the log begins then."""
+    """Remove every file of the first segment; return where the log begins then."""
     bases = sorted(path.stem for path in folder.glob("*.log"))
     for path in folder.glob(f"{bases[0]}.*"):
         path.unlink()
@@ -71,15 +71,15 @@ def pk_log(server: EmbeddedServer, command: str, *options: str) -> Any:
 
 
 def ranges(server: EmbeddedServer, *options: str) -> list[tuple[int, int]]:
-    """What `pk log repair` says."""
+    """Return the ranges that `pk log repair` shows."""
     found = pk_log(server, "repair", *options)["ranges"]
     return [(each["offset"], each["next_offset"]) for each in found]
 
 
 @pytest.mark.parametrize("started", [False, True])
 def test_of_the_only_copy_it_is_a_damaged_range(tmp_path: Path, started: bool) -> None:
-    """Like a missing middle segment: told once, listed, read around, and repaired, whether or not
-    a broker has seen it.
+    """As with a missing middle segment, the range is reported once, listed, read around and
+    repaired, whether or not a broker has met it.
     """
     server = EmbeddedServer(tmp_path)
     with server:
@@ -111,8 +111,8 @@ def test_of_the_only_copy_it_is_a_damaged_range(tmp_path: Path, started: bool) -
 
 
 def test_the_table_has_what_was_copied_before(tmp_path: Path) -> None:
-    """A tiered topic is read from its table; what was not copied yet is lost, and the tier says
-    which range it waits in front of.
+    """A tiered topic is read from its table; records that were not copied yet are lost, and the
+    tier reports the range that it waits in front of.
     """
     (tmp_path / "tier").mkdir()
     url = (tmp_path / "tier").as_uri()

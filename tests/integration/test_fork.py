@@ -1,5 +1,6 @@
-"""A process with an open pk client may start other programs: Spark's launcher forks with a
-`preexec_fn`, and grpc's own fork handlers used to kill one such child in four."""
+"""A process with an open pk client may start other programs.  Spark's launcher forks with a
+`preexec_fn`, and grpc's own fork handlers used to kill one such child in four.
+"""
 
 from __future__ import annotations
 

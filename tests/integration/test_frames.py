@@ -1,4 +1,4 @@
-"""Rule L17 on real processes: the short form of `make abuse`'s frames."""
+"""Rule L17 on real processes: the short form of the area "frames" of `make abuse`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Rule L16 on real processes: disks that are file systems of their own, filled to the brim.
+"""Rule L16 on real processes: disks that are file systems of their own, filled completely.
 
-Times are verdicts of `make abuse` (tests/abuse/full_disk.py), which tells the same story.
+Times are verdicts of `make abuse` (tests/abuse/full_disk.py), which runs the same history.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VALUE = bytes(500)
 
 
 def cannot(why: object) -> None:
-    """A skip, but not in CI, where it would hide that nothing is shown."""
+    """Skip the test; in CI fail instead, because a skip would hide that nothing is shown."""
     assert not os.environ.get("CI"), f"tmpfs cannot be mounted: {why}"
     pytest.skip(f"a disk that can be filled needs the right to mount (run as root): {why}")
 
@@ -58,7 +58,7 @@ def test_leaders_on_a_full_disk_hand_over_and_others_do_not_wait(tmp_path: Path)
 
 
 def test_a_node_killed_while_its_disk_is_full_starts_reads_and_refuses(disk: SmallDisk) -> None:
-    """Not one byte is free, twice in a row; it serves again by itself once there is room."""
+    """No byte is free, twice in a row; the node serves again by itself once there is room."""
     with EmbeddedServer(disk.place.parent, settings={"disk_reserve_bytes": 8 << 20}) as server:
         address = server.address
         with AdminClient(address) as admin, Producer(address) as producer:

@@ -1,5 +1,5 @@
-"""Whose log a directory holds (rule L15), on real processes: identities that are lost or damaged,
-directories that are missing, unknown directories, and what an operator decides about them.
+"""The identities of logs (rule L15) on real processes: lost and damaged identities, missing and
+unknown directories, and the decisions of an operator about them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def fill(address: str, partitions: int) -> None:
 
 
 def read(address: str, partition: int, count: int = RECORDS) -> list[tuple[int, bytes | None]]:
-    """The first `count` records.  Raises what the consumer raises."""
+    """Return the first `count` records.  Raises what the consumer raises."""
     found: list[tuple[int, bytes | None]] = []
     with Consumer(address, auto_offset_reset="earliest") as consumer:
         consumer.assign([TopicPartition(TOPIC, partition)])
@@ -53,7 +53,7 @@ def whole(partition: int) -> list[tuple[int, bytes | None]]:
 
 
 def pk(*arguments: str) -> Any:
-    """`pk log …`; its JSON, an error's included."""
+    """Run `pk log …`; return its JSON, also that of an error."""
     done = CliRunner().invoke(app, [*arguments, "--json"])
     if isinstance(done.exception, errors.PkError):
         return {"error": {"name": type(done.exception).__name__}}
@@ -81,7 +81,9 @@ def refused(address: str, partition: int, kind: type[errors.PkError]) -> str:
 
 
 def test_no_log_of_an_only_replica_is_thrown_away(tmp_path: Path) -> None:
-    """Restored where a second copy says whose it is; offline, or kept, where nothing does."""
+    """The identity is restored if a second copy has it; otherwise the log is offline, or kept
+    aside.
+    """
     with EmbeddedServer(tmp_path) as server, AdminClient(server.address) as admin:
         topic_id = admin.create_topic(TOPIC, 5).topic_id
         fill(server.address, 5)
@@ -153,8 +155,8 @@ def test_no_log_of_an_only_replica_is_thrown_away(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["deleted", "discarded"])
 def test_one_of_three_replicas_without_its_directory(tmp_path: Path, how: str) -> None:
-    """Table of histories, 3: the preferred leader comes back without its log after a full restart;
-    it is not elected with an empty one, and is filled from the leader.
+    """Table of histories, 3: the preferred leader comes back without its log after a full restart.
+    It is not elected with an empty log, and is filled from the leader.
     """
     topic = {"replication_factor": 3, "configs": {"min_insync_replicas": 2}}
     with EmbeddedCluster(tmp_path) as cluster:

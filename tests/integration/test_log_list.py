@@ -16,7 +16,7 @@ PK = Path(sys.executable).parent / "pk"
 
 
 def listed(data: Path) -> dict[str, Any]:
-    """What `pk log list` says of the only log."""
+    """Return what `pk log list` shows of the only log."""
     done = subprocess.run(
         [PK, "log", "list", data, "--json"], capture_output=True, text=True, check=True
     )

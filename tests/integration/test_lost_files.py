@@ -1,9 +1,10 @@
-"""Rule T6 on real processes: files the table names and the store lost, before local data may go.
+"""Rule T6 on real processes: files that the table names and the store has lost, before local data
+may be dropped.
 
-One history: the tier process dies between upload and commit, again and again; then files are lost,
-one cut short, while the local log still has what they held; then the dropping delay ends, and the
-tier dies in the middle of its repairs.  Nothing is dropped before the store has it, and in the end
-the table holds each record once.
+It is one history.  The tier process dies between upload and commit, again and again.  Then files
+are lost, and one is cut short, while the local log still has their records.  Then the delay before
+dropping ends, and the tier dies in the middle of its repairs.  No record leaves the local log
+before the store has it, and in the end the table has each record once.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ SERVER_SETTINGS = {
 
 
 class History:
-    """One node, one topic of one partition, and what was stored in it."""
+    """One node, one topic of one partition, and the records stored in it."""
 
     def __init__(self, server: EmbeddedServer) -> None:
         self.server = server
@@ -77,7 +78,7 @@ class History:
         return found
 
     def home(self) -> Path:
-        """Where the table is; known once there is one."""
+        """Return where the table is, once there is one."""
         uri = self.until(lambda: self.admin.describe_tier(TOPIC).uri)
         return Path(unquote(urlsplit(uri).path))
 
@@ -85,12 +86,12 @@ class History:
         return DeltaTable(str(self.home()))
 
     def named(self) -> dict[str, int]:
-        """The files the table names, and their sizes."""
+        """Return the files that the table names, with their sizes."""
         adds = pa.table(self.table().get_add_actions(flatten=True))
         return dict(zip(adds["path"].to_pylist(), adds["size_bytes"].to_pylist(), strict=True))
 
     def stored(self) -> set[str]:
-        """The data files of the store."""
+        """Return the data files in the store."""
         home = self.home()
         found = home.glob("partition=*/*.parquet")
         return {str(path.relative_to(home)) for path in found if not path.name.startswith(".")}
@@ -166,7 +167,7 @@ def test_what_the_store_lost_is_uploaded_again_before_it_leaves_the_local_log(
     history.kill_tier()
 
     def dropped() -> bool:
-        """Nothing has left the local log that the store does not hold (T6)."""
+        """Check that no record has left the local log that the store does not have (T6)."""
         start, home = history.state().local_log_start, history.home()
         for path, size in history.named().items():
             name, file = parse_data_path(path), home / path

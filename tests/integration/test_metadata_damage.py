@@ -1,5 +1,6 @@
-"""Damage in the metadata log: nothing that was SYNCED is cut away, and every cut is logged
-(raft/recovery O2)."""
+"""Damage in the metadata log: no SYNCED record is cut away, and every cut is logged (raft/recovery
+O2).
+"""
 
 from __future__ import annotations
 
@@ -15,12 +16,12 @@ pytestmark = pytest.mark.integration
 
 
 def metadata(server: EmbeddedServer) -> Path:
-    """The active segment of the metadata log."""
+    """Return the active segment of the metadata log."""
     return sorted((server.data / "metadata" / "__cluster_metadata-0").glob("*.log"))[-1]
 
 
 def served(server: EmbeddedServer) -> list[str]:
-    """The topics that it serves, once it has one more."""
+    """Return the topics that the node serves, once it has created one more."""
     with server, AdminClient(server.address) as admin:
         names = sorted(topic.name for topic in admin.list_topics())
         admin.create_topic(f"topic-{len(names)}")
@@ -46,7 +47,7 @@ def test_a_flipped_bit_after_a_clean_stop_is_reported_and_cuts_nothing(tmp_path:
 
 
 def test_a_torn_tail_after_a_kill_is_cut_with_its_range_in_the_log(tmp_path: Path) -> None:
-    """Every cut is one line: from where to where, in bytes, and at which offset."""
+    """Every cut is logged in one line: the bytes from and to, and the offset."""
     server = EmbeddedServer(tmp_path / "node")
     assert served(server) == []
     with server:
@@ -61,7 +62,7 @@ def test_a_torn_tail_after_a_kill_is_cut_with_its_range_in_the_log(tmp_path: Pat
 
 
 def test_a_server_whose_directories_vanish_ends_without_a_bug(tmp_path: Path) -> None:
-    """What was removed is no fault of the program: it ends as it would with a failed disk."""
+    """Removed directories are no bug of the program: it ends as it does with a failed disk."""
     server = EmbeddedServer(tmp_path / "node")
     with server:
         with AdminClient(server.address) as admin:

@@ -1,5 +1,5 @@
-"""The two files that say who a node is and how it voted, `pk.json` and `metadata/quorum-state`, on
-real processes (rules L18 and Q5): one character of each class flipped, each file removed.
+"""The two files with the identity and the vote of a node, `pk.json` and `metadata/quorum-state`, on
+real processes (rules L18 and Q5): one character of each class is flipped, and each file is removed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TOPIC = "flights"
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A node with one topic, closed; its directory is copied."""
+    """Return a node with one topic, stopped; its directory is copied."""
     home = tmp_path_factory.mktemp("filled")
     with EmbeddedServer(home) as server, AdminClient(server.address) as admin:
         admin.create_topic(TOPIC, 1)
@@ -42,7 +42,7 @@ def class_of(char: str) -> str:
 
 
 def places(raw: bytes) -> Iterator[tuple[str, int]]:
-    """The first character of each class in each field, and of each class in the checksum."""
+    """Return the first character of each class in each field, and of each class in the checksum."""
     text = raw.decode()
     seen: set[tuple[int, str]] = set()
     for at, char in enumerate(text):
@@ -53,7 +53,7 @@ def places(raw: bytes) -> Iterator[tuple[str, int]]:
 
 
 def names(server: EmbeddedServer) -> list[str]:
-    """The topics of a node that was started."""
+    """Start the node and return its topics."""
     with server, AdminClient(server.address) as admin:
         return [topic.name for topic in admin.list_topics()]
 
@@ -65,7 +65,7 @@ def refused(server: EmbeddedServer) -> str:
 
 
 def content(home: Path) -> dict[str, bytes]:
-    """Of what a start could spoil: not the locks, not what a run leaves."""
+    """Return the files that a start could damage: no locks, and no files of a run."""
     return {
         str(path.relative_to(home)): path.read_bytes()
         for path in home.rglob("*")
@@ -75,7 +75,9 @@ def content(home: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("file", FILES)
 def test_no_flipped_character_is_believed(server: EmbeddedServer, file: str) -> None:
-    """The error names the file and the checksum; nothing changes; the whole file starts again."""
+    """The error names the file and the checksum; nothing changes; with the undamaged file the node
+    starts again.
+    """
     path = server.data / file
     whole = path.read_bytes()
     tried: set[str] = set()
@@ -108,7 +110,7 @@ def test_no_flipped_character_is_believed(server: EmbeddedServer, file: str) -> 
 
 
 def test_an_identity_that_is_gone_beside_data_is_not_made_anew(server: EmbeddedServer) -> None:
-    """L18: nor with the advice to take an empty directory."""
+    """L18: and the error does not advise to use an empty directory."""
     path = server.data / "pk.json"
     whole = path.read_bytes()
     path.unlink()
@@ -138,7 +140,7 @@ def test_a_node_alone_without_its_vote_says_so_and_uses_no_epoch_twice(
 
 
 def test_a_node_alone_without_its_vote_cuts_nothing(server: EmbeddedServer) -> None:
-    """Q5: what looks like a torn tail may have been SYNCED."""
+    """Q5: bytes that look like a torn tail may have been SYNCED."""
     (server.data / "metadata/quorum-state").unlink()
     (log,) = (server.data / "metadata/__cluster_metadata-0").glob("*.log")
     whole = log.read_bytes()

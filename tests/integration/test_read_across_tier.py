@@ -1,6 +1,7 @@
-"""A reader from offset 0 across tier and hot log while local retention drops segments under it.
+"""A reader from offset 0 reads across tier and local log while local retention drops segments.
 
-Real processes, a producer at work, small segments: every record once, in order (rules T1, T6, T10).
+Real processes, a running producer, small segments: every record is read once, in order (rules T1,
+T6, T10).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def value(partition: int, number: int) -> bytes:
 
 
 class Writer(threading.Thread):
-    """Produces until told to stop; `counts` = records acknowledged of each partition."""
+    """Produces until it is stopped; `counts` = acknowledged records of each partition."""
 
     def __init__(self, address: str) -> None:
         super().__init__()

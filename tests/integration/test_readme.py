@@ -1,7 +1,7 @@
-"""The README's lines, run: what it tells a new user to type must work as it stands.
+"""Runs the commands of the README: a new user must be able to type them as they stand.
 
-Only places change: the address, the directories under /tmp, and the topic id that a user would
-read off `pk tier describe`.
+Only places change: the address, the directories under /tmp, and the topic id that a user would copy
+from `pk tier describe`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BIN = Path(sys.executable).parent
 
 
 def blocks(language: str, under: str) -> list[str]:
-    """The code blocks of one kind below a heading."""
+    """Return the code blocks of one kind below a heading."""
     section = README.split(f"\n## {under}\n", 1)[1].split("\n## ", 1)[0]
     return re.findall(rf"```{language}\n(.*?)```", section, re.DOTALL)
 
@@ -51,7 +51,7 @@ def run(command: list[str], text: str = "", timeout: float = 120) -> str:
 
 
 def run_shell(server: EmbeddedServer) -> dict[str, str]:
-    """The second shell of the quick start; returns each command's output."""
+    """Run the second shell of the quick start; return each command's output."""
     outputs = {}
     for line in blocks("bash", "Quick start")[1].splitlines():
         command = line.split("   #")[0].split("  #")[0].rstrip()

@@ -1,5 +1,5 @@
-"""docs/REPAIR.md's commands for `pk.json` and `quorum-state`, run: a node that is alone, and one of
-three (test_repair_page.py has the other sections).
+"""Runs docs/REPAIR.md's commands for `pk.json` and `quorum-state`, on a node that is alone and on
+one of three (test_repair_page.py has the other sections).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ RECORDS = 5
 
 
 def flip_digit(path: Path) -> None:
-    """The first digit that the file has."""
+    """Flip the first digit in the file."""
     raw = bytearray(path.read_bytes())
     at = next(at for at, byte in enumerate(raw) if chr(byte).isdigit())
     raw[at] ^= 1
@@ -61,7 +61,7 @@ def test_a_node_alone_goes_on_without_its_damaged_vote(tmp_path: Path) -> None:
 
 
 def refused(node: EmbeddedServer) -> str:
-    """What a start says that ends."""
+    """Return the error of a start that fails."""
     done = subprocess.run(
         pk_command("server", "start", "--config", str(node.config)),
         capture_output=True, text=True, timeout=60, check=False,
@@ -71,7 +71,7 @@ def refused(node: EmbeddedServer) -> str:
 
 
 def exchange(cluster: EmbeddedCluster, lines: list[str]) -> None:
-    """The page's commands for node 2, which is down: two make it new, two exchange the voter."""
+    """Run the page's commands for node 2, which is down: two format it, two exchange the voter."""
     node = cluster.nodes[2]
     places = {"node2.toml": str(node.config)}
     through = f" --bootstrap {cluster.nodes[1].listen}"
@@ -97,8 +97,8 @@ def values(bootstrap: str) -> list[bytes | None]:
 
 
 def test_a_controller_of_three_is_exchanged(tmp_path: Path) -> None:
-    """Without its vote it does not start; with new metadata it keeps its partitions; the others
-    fill a new directory.
+    """Without its vote it does not start; with new metadata it keeps its partitions; a new
+    directory is filled by the other nodes.
     """
     cluster = EmbeddedCluster(tmp_path)
     cluster.start()

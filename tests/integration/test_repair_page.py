@@ -1,13 +1,13 @@
-"""docs/REPAIR.md's commands, run: each damage is made, told, and put right as the page says.
+"""Runs docs/REPAIR.md's commands: each damage is made, reported, and repaired as the page says.
 
 Only places change: the data directory, the broker's address, and names of topics and files that an
-operator would read off what pk says.
+operator would copy from the output of pk.
 
-The page's sections on rows that went, metadata, disks and clocks name commands in their text and
-have no block to run.  Other tests do what they name: test_rows_missing.py repairs and accepts (by
-AdminClient), test_cluster.py runs `pk server format` and `pk quorum`, test_clocks.py runs
-`pk brokers confirm-clock`.  Restoring `_delta_log` or a metadata directory from a backup, making
-room and setting a clock are no commands of pk.
+The page's sections on missing rows, metadata, disks and clocks name commands in their text and have
+no code block.  Other tests run these: test_rows_missing.py repairs and accepts (by AdminClient),
+test_cluster.py runs `pk server format` and `pk quorum`, test_clocks.py runs `pk brokers
+confirm-clock`.  Restoring `_delta_log` or a metadata directory from a backup, freeing space and
+setting a clock are no commands of pk.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ TOPIC = "flights"
 
 
 def commands(section: str) -> list[str]:
-    """The bash blocks below a heading, one line a command."""
+    """Return the lines of the bash blocks below a heading, one per command."""
     text = PAGE.split(f"\n## {section}\n", 1)[1].split("\n## ", 1)[0]
     found = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
     return [line for block in found for line in block.splitlines()]
 
 
 def run(command: str, data: Path, **places: str) -> str:
-    """One command of the page; its output."""
+    """Run one command of the page; return its output."""
     for name, place in {"/var/lib/pk": str(data), **places}.items():
         command = command.replace(name, place)
     done = subprocess.run(
@@ -54,7 +54,7 @@ def run(command: str, data: Path, **places: str) -> str:
 
 
 def fill(server: EmbeddedServer, count: int) -> None:
-    """One record a batch: `<n>` and more."""
+    """Produce records `<n>` and more bytes, one per batch."""
     with Producer(server.address, linger_ms=0) as producer:
         for number in range(count):
             value = b"<%03d>" % number + bytes(20_000)
@@ -62,7 +62,7 @@ def fill(server: EmbeddedServer, count: int) -> None:
 
 
 def numbers(server: EmbeddedServer, count: int) -> list[int]:
-    """The next records from the first offset on."""
+    """Return the next records from the first offset on."""
     found: list[int] = []
     deadline = monotonic_s() + PATIENCE_S
     with Consumer(server.address, auto_offset_reset="earliest") as consumer:
@@ -74,7 +74,7 @@ def numbers(server: EmbeddedServer, count: int) -> list[int]:
 
 
 def flip(path: Path, wanted: bytes) -> None:
-    """One bit behind `wanted` in a file."""
+    """Flip one bit behind `wanted` in a file."""
     raw = path.read_bytes()
     place = raw.index(wanted) + len(wanted) + 100
     with path.open("r+b") as out:
@@ -90,8 +90,8 @@ def until(what: str, holds: Callable[[], bool], server: EmbeddedServer) -> None:
 
 
 def test_a_damaged_batch_of_the_only_copy(tmp_path: Path) -> None:
-    """In front of the copier: it waits, nothing is tiered past the range until it was repaired, and
-    then the table goes on behind the gap.
+    """The copier waits in front of it: no record behind the range is tiered until it is repaired,
+    and then the table continues behind the gap.
     """
     look, go_past = commands("A damaged batch: the only copy")
     tier = (tmp_path / "tier").as_uri()
@@ -134,7 +134,7 @@ def test_a_damaged_batch_of_the_only_copy(tmp_path: Path) -> None:
 
 
 def test_a_lost_identity(tmp_path: Path) -> None:
-    """Both copies of it are gone: the log is kept, offline, until an operator adopts it."""
+    """Both copies of it are lost: the log is kept, offline, until an operator adopts it."""
     look, adopt, _ = commands("The identity of a log")
     with EmbeddedServer(tmp_path) as server:
         with AdminClient(server.address) as admin:
@@ -156,7 +156,7 @@ def test_a_lost_identity(tmp_path: Path) -> None:
 
 
 def test_a_log_that_is_given_up(tmp_path: Path) -> None:
-    """The same damage, the other answer: the only replica begins empty, and takes records."""
+    """The same damage with the other decision: the only replica begins empty, and takes records."""
     _, _, discard = commands("The identity of a log")
     with EmbeddedServer(tmp_path) as server:
         with AdminClient(server.address) as admin:
@@ -176,8 +176,9 @@ def test_a_log_that_is_given_up(tmp_path: Path) -> None:
 
 
 def test_a_data_file_that_is_restored(tmp_path: Path) -> None:
-    """A file of the table is cut short, and nothing else has its rows: the damage is listed until
-    the object is back under its name."""
+    """A file of the table is cut short, and no other copy has its rows: the damage is listed until
+    the object is back under its name.
+    """
     (describe,) = commands("A data file of a table")
     (tmp_path / "tier").mkdir()
     quick = {"tier_max_lag_ms": 100, "log_retention_check_interval_ms": 100}

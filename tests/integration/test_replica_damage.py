@@ -19,7 +19,9 @@ pytestmark = pytest.mark.integration
 
 
 def test_damage_in_a_replica_is_copied_nowhere_and_heals(tmp_path: Path) -> None:
-    """A leader's batches that a follower and the copier come to first; another replica is whole."""
+    """A follower and the copier are the first to read a leader's damaged batches; another replica
+    is undamaged.
+    """
     (verdict,) = replica_damage.run(random.Random(5), tmp_path / "leader", 2, "leader")
     assert verdict.kept, verdict
 

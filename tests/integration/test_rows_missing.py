@@ -33,7 +33,7 @@ TOPIC_SETTINGS = {
 
 
 class Cold:
-    """A topic whose first records stand in the table only, or in both."""
+    """A topic whose first records are in the table only, or in table and log."""
 
     def __init__(self, server: EmbeddedServer, admin: AdminClient, name: str, kept_ms: int) -> None:
         self.server, self.admin, self.name = server, admin, name
@@ -61,7 +61,7 @@ class Cold:
         return answer
 
     def tier(self, status: str) -> Any:
-        """The table's description once it has this status."""
+        """Return the table's description once it has this status."""
 
         def there() -> Any:
             found = self.admin.describe_tier(self.name)
@@ -108,7 +108,7 @@ def server(
 
 
 def test_an_outside_delete_is_told_and_settled(server: tuple[EmbeddedServer, AdminClient]) -> None:
-    """The rows stand nowhere else: nothing can bring them back."""
+    """No other copy of the rows exists, so they cannot be restored."""
     it = Cold(*server, "settled", kept_ms=0)
     it.table().delete('"offset" < 5 OR ("offset" >= 150 AND "offset" < 170)')
     found = it.tier("rows_missing")
@@ -129,7 +129,7 @@ def test_an_outside_delete_is_told_and_settled(server: tuple[EmbeddedServer, Adm
 
 
 def test_rows_come_back_by_command(server: tuple[EmbeddedServer, AdminClient]) -> None:
-    """The local log still has them: after a DELETE, and after a RESTORE of an older version."""
+    """The local log still has the rows: after a DELETE, and after a RESTORE of an older version."""
     it = Cold(*server, "restored", kept_ms=3_600_000)
     whole = it.table().to_pyarrow_table(columns=["offset", "value"]).sort_by("offset")
     it.table().delete('"offset" < 5 OR ("offset" >= 150 AND "offset" < 170)')
@@ -151,8 +151,9 @@ def test_rows_come_back_by_command(server: tuple[EmbeddedServer, AdminClient]) -
 
 
 def uncounted(it: Cold, gone: frozenset[int] = frozenset()) -> int:
-    """Another engine writes every file again, without `gone` and without any statistics in the
-    add actions (Delta's `stats` are optional); the version that it committed."""
+    """Write every file again as another engine does, without the rows `gone` and without statistics
+    in the add actions (Delta's `stats` are optional); return the committed version.
+    """
     table = it.table()
     home, version = Path(table.table_uri.removeprefix("file://")), table.version() + 1
     actions: list[dict[str, Any]] = [{"commitInfo": {"operation": "OPTIMIZE"}}]
@@ -182,7 +183,7 @@ def uncounted(it: Cold, gone: frozenset[int] = frozenset()) -> int:
 def test_files_without_statistics_are_counted_from_their_footers(
     server: tuple[EmbeddedServer, AdminClient],
 ) -> None:
-    """Nothing is missing where all rows are there; a row that is gone is noticed all the same."""
+    """If all rows are there, none is reported missing; a missing row is still noticed."""
     it = Cold(*server, "uncounted", kept_ms=0)
     version = uncounted(it)
     assert it.table().version() == version
@@ -229,7 +230,7 @@ def test_rows_below_the_log_start_may_be_erased(server: tuple[EmbeddedServer, Ad
 def test_retention_stops_at_missing_rows_until_they_are_settled(
     server: tuple[EmbeddedServer, AdminClient], wanted: dict[str, int]
 ) -> None:
-    """Nothing tells how old the missing rows were: a reader that asks for them gets DataLoss."""
+    """The age of missing rows is unknown: a reader that asks for them gets DataLoss."""
     (setting,) = wanted
     it = Cold(*server, setting.replace("_", "-"), kept_ms=0)
     files = it.table().get_add_actions(flatten=True)

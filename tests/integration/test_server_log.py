@@ -1,4 +1,4 @@
-"""The log of a node says each change of state in one line: topics, settings, leaders, the tier."""
+"""The log of a node has one line for each change of state: topics, settings, leaders, the tier."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def server(tmp_path: Path) -> Iterator[EmbeddedServer]:
 
 
 def lines(server: EmbeddedServer, event: str) -> list[str]:
-    """The lines of `event` so far."""
+    """Return the lines of `event` so far."""
     text = server.log.read_text(errors="replace")
     return [line for line in text.splitlines() if re.search(rf"Z [A-Z]+ \w+ {event}( |$)", line)]
 

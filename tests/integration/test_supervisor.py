@@ -1,4 +1,4 @@
-"""`pk server start` as a user meets it: real processes on loopback."""
+"""`pk server start` as a user runs it: real processes on loopback."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def start() -> Iterator[Callable[..., Server]]:
 
 
 def until(holds: Callable[[], Any]) -> Any:
-    """The first true answer of `holds`."""
+    """Return the first true result of `holds`."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         if answer := holds():
@@ -99,13 +99,13 @@ def gone(pid: int) -> bool:
 
 
 def stopped(pid: int) -> bool:
-    """Every thread of it: one that still runs would take the next signal."""
+    """Wait until every thread is stopped: a running one would take the next signal."""
     stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
     return all(stat[stat.rindex(")") + 2] == "T" for stat in stats)
 
 
 def pending(pid: int) -> set[int]:
-    """The signals that a stopped process has yet to see."""
+    """Return the signals that a stopped process has not handled yet."""
     status = Path(f"/proc/{pid}/status").read_text()
     (mask,) = [int(line.split()[1], 16) for line in status.splitlines() if line[:7] == "ShdPnd:"]
     return {number for number in range(1, 65) if mask >> (number - 1) & 1}
@@ -140,7 +140,7 @@ def topics(address: str) -> dict[str, list[int]]:
 
 
 def test_a_life(start: Callable[..., Server], tmp_path: Path) -> None:
-    """Ready line, pid files, drain, clean restart under the same identity, health endpoint."""
+    """Ready line, pid files, drain, clean restart with the same identity, health endpoint."""
     ports = ReservedPorts()
     port = ports.draw()
     directory = str(tmp_path / "data")
@@ -178,7 +178,7 @@ def test_a_life(start: Callable[..., Server], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("role", ["broker", "controller"])
 def test_a_dead_child_is_restarted(start: Callable[..., Server], tmp_path: Path, role: str) -> None:
-    """kill -9 of a child: named, restarted, and nothing it promised is forgotten."""
+    """kill -9 of a child: the log names it, it is restarted, and no acknowledged record is lost."""
     server = start("--dir", str(tmp_path / "data"), "--listen", "127.0.0.1:0")
     ready = server.line()
     create(ready["address"], "kept")
@@ -207,7 +207,7 @@ def test_children_die_with_the_supervisor(start: Callable[..., Server], tmp_path
 
 
 def refusal(server: Server) -> dict[str, Any]:
-    """The typed error of a start that failed."""
+    """Return the typed error of a start that failed."""
     said = server.line()
     code, err = server.end()
     assert code == 1, err
@@ -243,8 +243,9 @@ def test_two_servers_on_one_directory(start: Callable[..., Server], tmp_path: Pa
 def test_a_broker_that_is_refused_as_it_starts_ends_the_start(
     start: Callable[..., Server], tmp_path: Path
 ) -> None:
-    """node/supervisor O3; Q2: its metadata are older than what it was registered with, from a
-    backup, say."""
+    """node/supervisor O3, Q2: its metadata are older than its registration, for example from a
+    backup.
+    """
     quick = ("--set", "broker_session_timeout_ms=500", "--set", "broker_heartbeat_interval_ms=100")
     given = ("--dir", str(tmp_path / "data"), "--listen", "127.0.0.1:0", *quick)
     first = start(*given)
@@ -323,8 +324,8 @@ def test_a_second_interrupt_kills(start: Callable[..., Server], tmp_path: Path) 
 
 
 def test_file_environment_and_flags(start: Callable[..., Server], tmp_path: Path) -> None:
-    """The later layer wins; topic settings become the cluster's defaults; a warning for an open
-    door.
+    """The later source wins; topic settings become the cluster's defaults; an address that others
+    can reach causes a warning.
     """
     config = tmp_path / "pk.toml"
     config.write_text(

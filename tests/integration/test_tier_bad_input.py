@@ -49,7 +49,9 @@ def home(tmp_path: Path) -> Path:
 
 
 async def refused(it: Bench, log: LiveLog, says: str) -> wire.Error:
-    """The problem is reported, nothing more is committed or droppable, reads are refused."""
+    """Check that the problem is reported, that nothing more is committed or droppable, and that
+    reads are refused.
+    """
     before = log.end
     log.append(200)
     it.tell(log, tiered_end=before)
@@ -69,7 +71,7 @@ async def refused(it: Bench, log: LiveLog, says: str) -> wire.Error:
 
 
 async def healed(it: Bench, log: LiveLog) -> None:
-    """Repaired: the problem goes by itself and everything is there once."""
+    """Check after the repair that the problem ends by itself and every record is there once."""
     log.append(100)
     it.tell(log)
     await it.tiered(log.end)
@@ -155,7 +157,9 @@ def test_a_table_altered_to_a_protocol_pk_does_not_accept(tmp_path: Path) -> Non
 
 
 def test_rows_deleted_by_someone_else_stay_deleted_and_nothing_stops(tmp_path: Path) -> None:
-    """An outside DELETE is the operator's right: the rest is read, and copying goes on."""
+    """A DELETE from outside is the operator's right: the other rows are read, and copying
+    continues.
+    """
 
     async def test(it: Bench, log: LiveLog) -> None:
         outside = it.table()
@@ -182,7 +186,7 @@ def test_a_file_lost_for_good_is_named(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
-    """file://: the tier's place is taken by a file; once it is free, copying begins by itself."""
+    """file://: a file is at the tier's path; once the path is free, copying begins by itself."""
     (tmp_path / "tier").write_text("in the way")
 
     async def whole() -> None:
@@ -201,7 +205,7 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_a_store_that_never_answers_costs_its_deadline_and_no_more(tmp_path: Path) -> None:
-    """A listener that accepts and stays silent: TierUnavailable, within the deadlines."""
+    """A listener accepts and does not answer: TierUnavailable, within the deadlines."""
 
     async def whole() -> None:
         with socket.socket() as silent:

@@ -1,6 +1,6 @@
-"""Rule T10 on real processes: bits of data files flip, and files get lost.
+"""Rule T10 on real processes: bits of data files flip, and files are lost.
 
-The long form is `make abuse`; what stands in tests/abuse/tier_files.py is read here.
+The long form is in `make abuse`; the helpers of tests/abuse/tier_files.py are used here.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def test_flipped_bits_and_a_lost_file_never_give_other_rows(tmp_path: Path) -> N
 
 
 def test_a_store_that_cannot_be_written_serves_cold_reads(place: Path) -> None:
-    """Rule T14: the probe of put-if-absent fails at the start, and reading needs none."""
+    """Rule T14: the probe of put-if-absent fails at the start; reads do not need it."""
     with serve(place) as server, AdminClient(server.address) as admin:
         admin.create_topic(TOPIC, 1, COLD)
         fill(server, 1_000)
@@ -125,7 +125,7 @@ def test_a_damaged_file_is_described_and_comes_back_from_the_local_log(
 
 
 def _replacement(admin: AdminClient, home: Path, damaged: str) -> Any:
-    """The name of the file that the table has in place of `damaged`."""
+    """Return the name of the file that the table has in place of `damaged`."""
     from deltalake import DeltaTable
 
     old = parse_data_path(damaged)

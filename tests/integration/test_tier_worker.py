@@ -86,7 +86,7 @@ def test_a_live_log_becomes_a_table_and_is_read_back(run: Run) -> None:
 
 
 def test_aborted_rows_and_markers_are_left_out_and_reads_pass_over_them(run: Run) -> None:
-    """T12, L12: next_offset covers ranges without rows, also a whole range of them."""
+    """T12, L12: next_offset covers ranges without rows, including a whole file's range."""
 
     async def test(it: Bench) -> None:
         log = LiveLog(it.directory)
@@ -112,7 +112,9 @@ def test_aborted_rows_and_markers_are_left_out_and_reads_pass_over_them(run: Run
 
 
 def test_log_start_moves_and_rows_leave_the_table(run: Run) -> None:
-    """T9: whole files below log_start go; past the table's end both ends follow."""
+    """T9: whole files below log_start are removed; if log_start passes the table's end, both of the
+    table's ends follow.
+    """
 
     async def test(it: Bench) -> None:
         log = LiveLog(it.directory)
@@ -166,8 +168,8 @@ def test_removed_files_are_vacuumed_at_once_if_asked(run: Run) -> None:
 
 @pytest.mark.parametrize("why", ["doubted", "out of contact"])
 def test_nothing_is_vacuumed_while_the_brokers_clock_is_not_trusted(run: Run, why: str) -> None:
-    """Rule L10 in the worker: the broker doubts its clock, or what it said of it is not known any
-    more.  Vacuums that come due are put off; the next one after the doubt deletes.
+    """Rule L10 in the worker: the broker doubts its clock, or its last statement is outdated.
+    Vacuums that become due are put off; the next one after the doubt deletes.
     """
 
     async def test(it: Bench) -> None:
@@ -217,7 +219,9 @@ def test_nothing_is_vacuumed_while_the_brokers_clock_is_not_trusted(run: Run, wh
 
 
 def test_a_lost_file_is_noticed_and_uploaded_again(run: Run) -> None:
-    """T6: a HEAD finds it missing, nothing is dropped, the local log brings it back."""
+    """T6: a HEAD finds the file missing, no segment is dropped, and the copier uploads the file
+    from the local log again.
+    """
 
     async def test(it: Bench) -> None:
         it.configs["local_drop_delay_ms"] = "600"
@@ -237,7 +241,7 @@ def test_a_lost_file_is_noticed_and_uploaded_again(run: Run) -> None:
 
 
 def test_a_file_lost_after_its_confirmation_is_uploaded_again(run: Run) -> None:
-    """T6: the broker looks once more before it drops; what it misses, the copier brings back."""
+    """T6: the broker sends another HEAD before it drops; the copier uploads missing files again."""
 
     async def test(it: Bench) -> None:
         log = LiveLog(it.directory)
@@ -262,7 +266,7 @@ def test_a_file_lost_after_its_confirmation_is_uploaded_again(run: Run) -> None:
 
 
 def test_damage_in_the_local_log_is_reported_with_its_range_and_never_copied(run: Run) -> None:
-    """L9: what lies before it is in the table, the damaged batch and what follows is not."""
+    """L9: the records before it are in the table; the damaged batch and later records are not."""
 
     async def test(it: Bench) -> None:
         log = LiveLog(it.directory)
@@ -289,7 +293,7 @@ def test_damage_in_the_local_log_is_reported_with_its_range_and_never_copied(run
 
 
 def test_a_restarted_worker_goes_on_from_the_table(run: Run, tmp_path: Path) -> None:
-    """T5: what the table holds is the truth; nothing is uploaded twice into it."""
+    """T5: the table is the source of truth; no record is uploaded into it twice."""
     log = LiveLog(tmp_path / "log")
 
     async def life(it: Bench) -> None:
@@ -311,7 +315,9 @@ def test_a_restarted_worker_goes_on_from_the_table(run: Run, tmp_path: Path) -> 
 
 
 def test_outside_optimize_and_scattered_rows_are_read_right(run: Run) -> None:
-    """T10: files of outside maintenance may overlap in any way; rows come out merged by offset."""
+    """T10: files of outside maintenance may overlap in any way; rows are returned merged by
+    offset.
+    """
 
     async def test(it: Bench) -> None:
         log = LiveLog(it.directory)
@@ -363,7 +369,7 @@ def test_offsets_for_times(run: Run) -> None:
 
 
 def test_a_claim_fences_older_leaders(run: Run) -> None:
-    """T4: after epoch 3 claimed the table, epoch 0 may not append."""
+    """T4: after epoch 3 has claimed the table, epoch 0 may not append."""
 
     async def test(it: Bench) -> None:
         log = LiveLog(it.directory)
@@ -403,7 +409,7 @@ def test_purge_removes_every_object(run: Run) -> None:
 def test_an_upload_under_way_does_not_bring_a_purged_table_back(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A topic may be purged before this process hears that it is gone."""
+    """A topic may be purged before this process learns of its deletion."""
 
     async def test(it: Bench) -> None:
         log = LiveLog(it.directory)

@@ -1,4 +1,4 @@
-"""What several simulated tests begin with."""
+"""Fixtures that several simulated tests share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.kit.cluster import Kit
 
 @pytest.fixture
 def make(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Clusters of `tests.kit.cluster`, closed at the end; a module's KIT has its options."""
+    """Make clusters of `replication_kit`, and close them at the end."""
     made: list[Kit] = []
     defaults = getattr(request.module, "KIT", {})
 

@@ -48,10 +48,10 @@ def held(report: RunResult) -> RunResult:
 
 @pytest.mark.timeout(1_200)
 def test_every_promise_holds_and_every_danger_is_met() -> None:
-    """One test, not one for each seed: what a campaign must meet, the seeds meet together.
+    """The seeds are one test, because together they must meet every event of a campaign.
 
-    If too many are missed after a change that moved the histories, choose other seeds from the rows
-    of `python -m pk.sim.long --fault-ms 30000 --acknowledged-min 0 --seeds 50`.
+    If a change of the code changed the histories and too many events are missed, choose other seeds
+    from the rows of `python -m pk.sim.long --fault-ms 30000 --acknowledged-min 0 --seeds 50`.
     """
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         rows = list(pool.map(run_seed, SEEDS, repeat({"fault_ms": FAULT_MS})))
@@ -75,7 +75,7 @@ QUICK = {
 
 
 def test_a_reader_from_0_crosses_tier_and_hot_log_while_local_segments_go() -> None:
-    """Nothing fails here: what is read was in the tables, and in the hot log, once each."""
+    """The run has no fault: every row is read once, from the tables or from the local log."""
     plan = TopicPlan("flights", 1, QUICK)
     report = held(Run(5, SimOptions(topics=(plan,), faults=(), chores=())).execute())
     assert report.unknown == 0
@@ -140,7 +140,7 @@ print(len(os.listdir("/proc/self/task")) - before)
 
 
 def test_a_seed_runs_in_one_thread_and_starts_none_of_arrows() -> None:
-    """Such a thread, still holding Python's bytes at the end, aborts the process."""
+    """An Arrow thread that still holds Python's bytes at the end aborts the process."""
     done = subprocess.run([sys.executable, "-c", ALONE], check=True, capture_output=True, text=True)
     *_, report, replay, started = done.stdout.splitlines()
     assert ", 0 in tables" not in report
@@ -169,7 +169,7 @@ def test_a_campaign_fails_if_something_was_never_met() -> None:
 
 
 def test_the_checkers_know_nothing_of_how_pk_works() -> None:
-    """What judges must not share a fault with what is judged."""
+    """A checker must not share a bug with the code that it checks."""
     home = Path(pk.sim.__file__).parent
     todo, seen = ["checkers", "cluster_checkers"], set[str]()
     while todo:

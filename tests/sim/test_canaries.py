@@ -1,6 +1,7 @@
-"""Broken on purpose: the seed that is known to notice a canary still does (sim/canaries.py).
+"""Rules broken on purpose: the recorded seed of a canary still notices it (sim/canaries.py).
 
-`python -m pk.sim.canaries [NAME …]` looks for the seeds again when a change moved the histories.
+`python -m pk.sim.canaries [NAME …]` searches the seeds again when a change of the code changed the
+histories.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ def test_a_canary_is_noticed(name: str) -> None:
     ],
 )
 def test_without_a_canary_nothing_is_noticed(name: str) -> None:
-    """The options of a canary alone break nothing, and closing one mends what it broke.
+    """The options of a canary alone break no rule, and its end restores the rule.
 
-    A seed of any canary is recorded only if that holds for it; here it is shown for quick ones.
+    A seed is recorded for a canary only if this holds; here it is checked for quick canaries.
     """
     with CANARIES[name].broken():
         pass

@@ -49,7 +49,9 @@ def test_a_killed_leader_is_replaced_at_once(make: Any, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_a_silent_leader_is_left_when_another_is_elected(make: Any, seed: int) -> None:
-    """The stream stays open and nothing answers: what is in flight is sent to the new leader."""
+    """The stream stays open and the leader does not answer: batches in flight are sent to the new
+    leader.
+    """
     kit = make(seed)
     kit.create("t", min_insync_replicas=2)
     lines, reader = Lines(kit, "t"), Reader(kit, "t")
@@ -95,7 +97,7 @@ def test_two_that_push_may_fall_silent(make: Any, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_a_leader_that_only_clients_reach_is_left(make: Any, seed: int) -> None:
-    """Cut off from the cluster, it would still tell its clients that it leads."""
+    """It is cut off from the cluster, and would still tell its clients that it leads."""
     kit = make(seed)
     kit.create("t", min_insync_replicas=2)
     lines, reader = Lines(kit, "t"), Reader(kit, "t")
@@ -156,7 +158,7 @@ def test_a_silent_leader_stops_its_own_partitions_only(make: Any, seed: int) -> 
 
 
 def test_what_cannot_be_sent_again_is_said_to_be_unknown(make: Any) -> None:
-    """Rule L7: the old leader has a moment to answer, then its silence is the answer."""
+    """Rule L7: the old leader has a moment to answer; if it is silent, the outcome is unknown."""
     kit = make(1)
     kit.create("t", min_insync_replicas=1)
     lines = Lines(kit, "t", acks="1", enable_idempotence=False)
@@ -199,8 +201,8 @@ def test_a_silent_broker_delays_no_newcomer(make: Any, seed: int) -> None:
 
 
 def test_a_request_goes_to_a_broker_that_answers(make: Any) -> None:
-    """It may have been carried out by one that does not: so it is not sent to two, but asks first
-    who is there.
+    """A broker that does not answer may have executed the request.  So the client does not send it
+    to two brokers, but first pings to find one that answers.
     """
     kit = make(3)
     kit.create("t")
@@ -388,8 +390,8 @@ def test_whatever_happens_nothing_is_lost_doubled_or_swapped(make: Any, seed: in
 
 
 def test_metadata_names_the_offset_that_its_content_is_of(make: Any) -> None:
-    """A client compares brokers by it (client/metadata M2): content that is newer than it says
-    would be forgotten for a reply that is older, and a consumer would begin a topic twice.
+    """Clients compare brokers by this offset (client/metadata M2).  Content newer than its offset
+    would be replaced by an older reply, and a consumer would begin a topic twice.
     """
     kit = make(9)
     kit.create("t")

@@ -44,7 +44,9 @@ def test_an_empty_metadata_disk_is_another_voter_and_votes_once_it_was_added() -
 
 
 def test_a_voter_without_its_memory_that_goes_on_voting_is_a_violation() -> None:
-    """The directory's uuid is part of who votes: an empty disk under the old one forgets."""
+    """The directory's uuid is part of a voter's identity: an empty disk with the old uuid has lost
+    its votes.
+    """
 
     def unseen(self: Operator, machine: SimMachine, restart_ms: float) -> None:
         run = machine.run
@@ -57,7 +59,7 @@ def test_a_voter_without_its_memory_that_goes_on_voting_is_a_violation() -> None
 
 
 def test_a_controller_that_meets_damage_ends_and_votes_again_from_an_empty_disk() -> None:
-    """Rule L9: what was committed and is damaged here is neither replayed nor guessed."""
+    """Rule L9: committed records that are damaged here are neither replayed nor guessed."""
     more = {"metadata_log_max_record_bytes_between_snapshots": 3_000}
     faults = ("rot", "rot", "kill_controller", "power")
     options = replace(OPTIONS, faults=faults, fault_ms=10_000, server=more)
@@ -69,7 +71,7 @@ def test_a_controller_that_meets_damage_ends_and_votes_again_from_an_empty_disk(
 
 
 def test_an_active_controller_meets_damage_when_a_broker_starts_and_another_takes_over() -> None:
-    """Rule L9: or every broker that starts would be handed the damage, for ever."""
+    """Rule L9: otherwise every starting broker would get the damaged records, without an end."""
     options = replace(OPTIONS, faults=("rot", "kill_broker", "kill_broker"), chores=())
     with patch("pk.sim.corruption.KINDS", ("metadata",)):
         report = Run(SEED, options).execute()

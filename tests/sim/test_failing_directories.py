@@ -1,4 +1,6 @@
-"""Brokers with several data directories in a cluster: one that fails takes its own replicas."""
+"""Brokers with several data directories in a cluster: a failed directory takes only its own
+replicas offline.
+"""
 
 from __future__ import annotations
 
@@ -62,8 +64,8 @@ def test_a_directory_that_fails_and_comes_back(kit: Kit) -> None:
 
 
 def test_a_directory_that_hangs_keeps_nobody_in_the_isr(kit: Kit) -> None:
-    """broker/scheduler U4: only its leader sees that a follower stands still, and what the leader's
-    other directory has to say waits for that, but for no disk.
+    """broker/scheduler U4: only the leader sees that a follower makes no progress.  The partitions
+    of the leader's other directory wait for that, and must not wait for a disk.
     """
     names = [f"t{number}" for number in range(6)]
     for name in names:

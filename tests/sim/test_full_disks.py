@@ -1,4 +1,6 @@
-"""Replicas whose disk is full just when their log is reshaped: they go on once there is room."""
+"""Replicas whose disk is full while their log is truncated or replaced: they continue once there is
+room.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 
 
 class _FullBehindLoad:
-    """The disk has no room from the `step`th operation behind a `.load` on, but for pieces."""
+    """A disk without room from the `step`th operation after a `.load` on, except for snapshot
+    pieces.
+    """
 
     def __init__(self, node: Node, step: int) -> None:
         self.hits = 0
@@ -42,7 +46,7 @@ class _FullBehindLoad:
 
 @pytest.fixture
 def make_quorum() -> Iterator[Any]:
-    """Quorums of test_metadata_snapshots.py, closed at the end."""
+    """Make quorums of test_metadata_snapshots.py, and close them at the end."""
     made: list[Cluster] = []
 
     def one(seed: int) -> Cluster:
@@ -55,7 +59,7 @@ def make_quorum() -> Iterator[Any]:
 
 
 def _parted(kit: Kit) -> tuple[Ledger, int]:
-    """A replica that is down, and whose log holds what the leader's does not."""
+    """Return a replica that is down, and whose log has records that the leader's log lacks."""
     kit.create("t", min_insync_replicas=1)
     ledger = Ledger(kit, "t", acks="1", enable_idempotence=False)
     ledger.more(50)
@@ -74,7 +78,9 @@ def _parted(kit: Kit) -> tuple[Ledger, int]:
 
 
 class _Full:
-    """A disk that has no room from the `step`th operation on a log's files that is reshaped."""
+    """A disk without room from the `step`th operation on the files of a log that is truncated or
+    replaced.
+    """
 
     def __init__(self, kit: Kit, n: int, step: int) -> None:
         self.hits = 0
@@ -123,8 +129,8 @@ def test_a_log_that_was_left_half_way_goes_on_when_there_is_room(make: Any, step
 def test_a_replica_without_a_descriptor_for_its_flush_asks_again(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """log/storage D2: what the leader is to count is SYNCED before the position is set; what
-    passes must not keep the replica out until a restart.
+    """log/storage D2: the leader counts SYNCED records, so the flush comes before the position.  A
+    lack of descriptors passes, and must not keep the replica out until a restart.
     """
     kit = make(28, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2)
@@ -154,8 +160,9 @@ def test_a_replica_without_a_descriptor_for_its_flush_asks_again(
 
 
 def test_a_voter_whose_disk_is_full_while_it_loads_a_snapshot_goes_on(make_quorum: Any) -> None:
-    """raft/snapshot_files F4: what was begun is finished once there is room, and not
-    before."""
+    """raft/snapshot_files F4: the load is finished once there is room, and nothing else is fetched
+    before.
+    """
     cluster = make_quorum(3)
     cluster.run(3_000)
     late = next(node for node in cluster.nodes if node is not cluster.leader())

@@ -39,7 +39,7 @@ def now_ms(kit: Kit) -> float:
 @pytest.mark.parametrize("leave", [RESERVE - 1, 0])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_full_leader_hands_over_and_produce_goes_on(make_kit: Any, seed: int, leave: int) -> None:
-    """Also when the former leader cannot store a byte of what it follows from then on."""
+    """Also if the former leader cannot store a byte of what it fetches from then on."""
     kit = make_kit(seed, replica_lag_time_max_ms=600_000)
     kit.create("t", min_insync_replicas=2)
     ledger = Ledger(kit, "t")
@@ -60,7 +60,9 @@ def test_a_full_leader_hands_over_and_produce_goes_on(make_kit: Any, seed: int, 
 
 
 def test_a_full_leader_that_nobody_can_relieve_keeps_the_lead_and_refuses(make_kit: Any) -> None:
-    """Others have less than twice the reserve: they are not made leaders for a minute each."""
+    """The other brokers have less than twice the reserve: they do not become leaders for a minute
+    each.
+    """
     kit = make_kit(3)
     kit.create("t", min_insync_replicas=2)
     ledger = Ledger(kit, "t", delivery_timeout_ms=3_000, request_timeout_ms=1_000)
@@ -82,7 +84,7 @@ def test_a_full_leader_that_nobody_can_relieve_keeps_the_lead_and_refuses(make_k
 
 
 def test_a_broker_that_starts_full_is_not_preferred(make_kit: Any) -> None:
-    """What is free is measured before the broker registers."""
+    """The free space is measured before the broker registers."""
     kit = make_kit(4)
     kit.create("t", min_insync_replicas=2)
     ledger = written(kit, "t", 50)

@@ -1,5 +1,5 @@
-"""After an unclean election nothing of the history that was given up counts in the new one: no
-watermark, no log start, no confirmation that was true once.
+"""After an unclean election nothing of the lost history counts in the new one: no high watermark,
+no log start, and no confirmation from before.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 
 
 def on_disk(kit: Kit, n: int, work: Any) -> None:
-    """Have broker `n` do `work` to its end."""
+    """Run `work` on the disk of broker `n`, to its end."""
     task = kit.sim.spawn(f"b{n}", work)
     kit.until(task.done)
     task.result()
 
 
 def test_a_watermark_of_lost_records_does_not_outlive_them(make: Any) -> None:
-    """R4, replica/leader I2: the file names more than a power loss left, other records come
-    to stand there, and the process dies before the next checkpoint.
+    """R4, replica/leader I2: the checkpointed watermark covers more than the power loss left.
+    Other records are appended there, and the process dies before the next checkpoint.
     """
     kit = make(1, auto_leader_rebalance_enable=False, replica_lag_time_max_ms=60_000)
     kit.create("t", min_insync_replicas=3)
@@ -61,8 +61,8 @@ def test_a_watermark_of_lost_records_does_not_outlive_them(make: Any) -> None:
 
 
 def test_committed_records_are_not_dropped_on_the_word_of_a_clean_leader(make: Any) -> None:
-    """replica/follower F3, R4: it would be the last copy of what its leader has lost; also
-    when the replica has just started, and knows the watermark from its checkpoint alone.
+    """replica/follower F3, R4: this replica is the last copy of records that its leader has lost.
+    This also holds if it has just started and knows the watermark from its checkpoint only.
     """
     kit = make(3, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2)
@@ -84,7 +84,7 @@ def test_committed_records_are_not_dropped_on_the_word_of_a_clean_leader(make: A
 
 
 def test_a_log_start_of_records_that_never_came_is_forgotten(make: Any) -> None:
-    """R4, T9: a leader that is no more said it of its own records; those of the next one, at the
+    """R4, T9: a former leader reported it for its own records; those of the next leader, at the
     same offsets, are not deleted.
     """
     kit = make(2, auto_leader_rebalance_enable=False)

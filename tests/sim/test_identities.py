@@ -1,5 +1,4 @@
-"""Identities and directories of logs that go (sim/identity_faults.py): rule L15 holds in a
-cluster."""
+"""Lost identities and directories of logs (sim/identity_faults.py): rule L15 holds in a cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a disk read for a leader of before: the log may be another one when the answer is there."""
+"""Disk reads that end after the leader was replaced: the log may have other records by then."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 
 
 def append(kit: Kit, n: NodeId, topic: str, content: bytes) -> None:
-    """One batch of one record, too large to be kept in memory (log/batch_cache.py)."""
+    """Append one batch of one record, too large to be kept in memory (log/batch_cache.py)."""
     partition = kit.replica(n, topic)
     rows = pa.RecordBatch.from_pydict({"value": pa.array([content * 40_000], pa.binary())})
     raw = b"".join(columns.encode(rows, default_timestamp=1_735_689_600_000))
@@ -35,8 +35,8 @@ def append(kit: Kit, n: NodeId, topic: str, content: bytes) -> None:
 
 
 def hold_reads(partition: Partition, clock: Any) -> list[Any]:
-    """The disk of `partition` reads nothing until the list that is returned is cleared: who waits
-    is in it.
+    """Let the disk of `partition` read nothing until the returned list of waiting reads is
+    cleared.
     """
     disk: Any = partition.writer.disk
     read, held = disk.read, []

@@ -1,4 +1,6 @@
-"""Faults and chores of one moment: each happens, and the promise follows what is asked for."""
+"""Faults and chores that last one moment: each happens, and the promise follows the requested
+settings.
+"""
 
 from __future__ import annotations
 
@@ -69,8 +71,9 @@ def test_answers_to_isr_changes_get_lost_both_ways() -> None:
 
 
 def test_a_wish_that_is_forgotten_with_its_answer_is_a_violation() -> None:
-    """Rule R2: it may be granted already, so it stays and is asked again
-    (replica/alter_partition A2)."""
+    """Rule R2: the change may have been made already, so it stays pending and is sent again
+    (replica/alter_partition A2).
+    """
     ask = AlterPartitionManager._ask
 
     async def forgetful(self: AlterPartitionManager) -> None:
@@ -140,7 +143,7 @@ def test_a_late_request_that_is_taken_for_a_new_one_is_a_violation() -> None:
 
 
 def test_copies_that_are_lost_when_fewer_are_asked_for_end_the_era() -> None:
-    """A rotten copy that is the last of those that are asked for from now on: loss is permitted."""
+    """From now on fewer copies are required, and the last of them is rotten: loss is permitted."""
     plan = TopicPlan("t", 1, {"min_insync_replicas": "2"}, 3)
     oracle = Oracle([plan])
     oracle.created("t", "id", 1)

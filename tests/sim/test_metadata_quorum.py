@@ -37,7 +37,7 @@ def fault(cluster: RaftCluster) -> None:
 
 
 def held(cluster: RaftCluster, node: Node) -> list[str]:
-    """The topics in a node's log, up to what it knows is committed."""
+    """Return the topics in a node's log, up to the end that it knows is committed."""
     log, found = node.log, []
     assert log is not None
 
@@ -54,7 +54,9 @@ def held(cluster: RaftCluster, node: Node) -> list[str]:
 
 @pytest.fixture
 def make() -> Iterator[Any]:
-    """Worlds that end with the test, so that nothing of them is left to be collected later."""
+    """Make worlds that are closed at the end of the test, so that no task remains for the garbage
+    collector.
+    """
     made: list[RaftCluster] = []
 
     def one(*given: Any, **more: Any) -> RaftCluster:
@@ -92,7 +94,7 @@ def test_what_was_committed_is_in_every_log_in_one_order(seed: int, make: Any) -
 
 
 def test_the_next_leader_is_there_long_before_a_timeout(make: Any) -> None:
-    """R7's idea in the quorum: a refused connection says more than silence."""
+    """The idea of R7 in the quorum: a refused connection shows a death sooner than silence does."""
     cluster = make(5)
     cluster.run(5_000)
     leader = cluster.leader()
@@ -105,7 +107,7 @@ def test_the_next_leader_is_there_long_before_a_timeout(make: Any) -> None:
 
 
 def test_a_leader_that_is_cut_off_stops_and_deposes_nobody_when_it_returns(make: Any) -> None:
-    """KIP-996: the epoch of the others stays what it is."""
+    """KIP-996: the epoch of the other nodes does not change."""
     cluster = make(6)
     cluster.run(5_000)
     old = cluster.leader()

@@ -1,4 +1,4 @@
-"""Metadata logs that are made shorter: snapshots, power lost in every step, voters far behind."""
+"""Metadata logs that are shortened: snapshots, a power loss in every step, voters far behind."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OFTEN = SnapshotRules(max_bytes=1_500, max_interval_ms=0)
 
 @pytest.fixture
 def make() -> Iterator[Any]:
-    """Worlds that end with the test, so that nothing of them is left to be collected later."""
+    """Make worlds that are closed at the end of the test."""
     made: list[RaftCluster] = []
 
     def one(*given: Any, **more: Any) -> RaftCluster:
@@ -100,7 +100,7 @@ def test_the_histories_load_snapshots(make: Any) -> None:
 
 
 def away(cluster: RaftCluster, node: Node) -> None:
-    """`node` is off until the others' logs begin behind its end."""
+    """Keep `node` off until the others' logs begin behind its end."""
     cluster.until(lambda: len(cluster.committed) > 20)
     node.storage.crash_at = None
     cluster.down(node, power=True)
@@ -120,8 +120,7 @@ def caught_up(cluster: RaftCluster, node: Node) -> bool:
 def test_a_voter_that_dies_in_any_step_of_loading_a_snapshot_comes_back(
     power: bool, make: Any
 ) -> None:
-    """raft/snapshot_files F2: whatever is half done is finished, and the log is never taken for a
-    whole one."""
+    """raft/snapshot_files F2: an interrupted load is finished before the log is used."""
     cluster = make(3)
     cluster.run(3_000)
     late = next(node for node in cluster.nodes if node is not cluster.leader())
@@ -193,7 +192,7 @@ def test_a_controller_that_dies_in_any_step_of_making_one_comes_back(
 def test_a_snapshot_is_loaded_in_visits_and_begun_again_when_nobody_has_it(
     seed: int, make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tiny pieces on a slow network: leaders change, and make new ones, while it is loaded."""
+    """Tiny pieces, a slow network: leaders change and make snapshots during the load."""
     cluster = make(seed + 20)
     cluster.run(3_000)
     late = next(node for node in cluster.nodes if node is not cluster.leader())
@@ -217,7 +216,7 @@ def test_a_snapshot_is_loaded_in_visits_and_begun_again_when_nobody_has_it(
 def test_a_leader_waits_for_a_voter_that_loads_its_snapshot(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It commits nothing alone, and if it stepped down meanwhile the loading would never end."""
+    """The leader commits nothing alone; if it stepped down meanwhile, the load would never end."""
     cluster = make(31)
     cluster.until(lambda: len(cluster.committed) > 250)
     leader = cluster.leader()
@@ -267,7 +266,7 @@ def test_a_damaged_snapshot_costs_nothing_while_the_one_before_it_is_there(make:
 
 
 def test_one_that_is_found_damaged_later_costs_nothing_either(make: Any) -> None:
-    """raft/log_reader H2: it was whole when the process began."""
+    """raft/log_reader H2: the snapshot was undamaged when the process started."""
     cluster = make(6, size=1)
     (node,) = cluster.nodes
     cluster.until(lambda: node.heard("metadata_snapshot") >= 3)
@@ -284,7 +283,7 @@ def test_one_that_is_found_damaged_later_costs_nothing_either(make: Any) -> None
 
 
 def test_a_log_that_lost_what_a_snapshot_was_made_of_is_refused(make: Any) -> None:
-    """raft/recovery O2: the records behind it may have been committed with those that are gone."""
+    """raft/recovery O2: the records behind it may have been committed, too."""
     cluster = make(7, size=1)
     (node,) = cluster.nodes
     cluster.until(lambda: node.heard("metadata_snapshot") >= 3)
@@ -303,7 +302,7 @@ def test_a_log_that_lost_what_a_snapshot_was_made_of_is_refused(make: Any) -> No
 
 
 def leads(node: Node) -> bool:
-    """All of its log is committed again."""
+    """Wait until the node leads and all of its log is committed again."""
     log = node.log
     return log is not None and NONE != log.leadership.start < log.committed
 
@@ -360,7 +359,7 @@ def test_a_vote_does_not_wait_for_a_snapshot_and_ends_its_loading(
 
 
 def test_what_is_not_committed_is_in_no_snapshot(make: Any) -> None:
-    """metadata/snapshot_generator K1: it may be cut away, and what is below a snapshot may not."""
+    """metadata/snapshot_generator K1: uncommitted records may be truncated."""
     for seed in range(51, 53):
         cluster = make(seed, rules=SnapshotRules(max_bytes=1, max_interval_ms=0))
         cluster.run(5_000)
@@ -382,7 +381,7 @@ def test_what_is_not_committed_is_in_no_snapshot(make: Any) -> None:
 
 
 def test_the_voters_are_those_of_the_snapshot(make: Any) -> None:
-    """KIP-853: nothing in the log behind it names them, neither when it is loaded nor opened."""
+    """KIP-853: no record behind it names them, neither after a load nor after a restart."""
     cluster = make(42, size=4, voters=3)
     cluster.run(3_000)
     late, first = cluster.nodes[3], cluster.nodes[0]

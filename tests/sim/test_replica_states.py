@@ -1,4 +1,4 @@
-"""Histories of local replicas in a cluster take only edges of the table (replica/state.py)."""
+"""In a cluster, local replicas take only edges of the table (replica/state.py)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ S, E = ReplicaState, ReplicaEvent
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[Edge, int]]:
-    """Every transition of every broker, counted; each stands in the table."""
+    """Count every transition of every broker; check that each is in the table."""
     seen: dict[Edge, int] = {}
     on = HostedReplicas.on
 
@@ -52,7 +52,9 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[Edge, int]]:
 def test_a_replica_is_followed_damaged_rebuilt_and_removed(
     make: Any, taken: dict[Edge, int]
 ) -> None:
-    """The way of a replica through leadership, a restart, damage (rule L9) and its topic's end."""
+    """A replica passes through leadership, a restart, damage (rule L9) and the deletion of its
+    topic.
+    """
     kit = make(21, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2)
     ledger = written(kit, "t", 100)
@@ -85,7 +87,7 @@ def test_a_replica_is_followed_damaged_rebuilt_and_removed(
 def test_a_step_without_an_edge_is_a_bug_of_its_broker(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The simulator notices: a broker that does what the table does not have stops at it."""
+    """The simulator notices: a broker that takes a transition outside of the table stops at it."""
     kit = make(21, auto_leader_rebalance_enable=False)
     kit.create("t")
     monkeypatch.delitem(states.TRANSITIONS, (S.UNATTACHED, E.FOLLOWED))

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 
 
 def _same_producers(kit: Kit, topic: str) -> None:
-    """Every replica would refuse the same duplicates."""
+    """Check that every replica would refuse the same duplicates."""
     known = []
     for n in kit.state(topic).replicas:
         producers = kit.replica(n, topic).log.producers
@@ -29,7 +29,7 @@ def _same_producers(kit: Kit, topic: str) -> None:
 
 
 async def drop(kit: Kit, n: NodeId, before: Offset) -> None:
-    """Retention at broker `n`."""
+    """Run retention at broker `n`."""
     partition = kit.replica(n, "t")
     log = partition.log
     log.advance_log_start(before)
@@ -71,7 +71,9 @@ def test_a_segment_that_goes_while_its_snapshot_is_read_is_not_where_to_begin(ma
 
 
 def test_retention_passes_a_replica_that_is_being_filled(make: Any) -> None:
-    """Rule R5: the segment goes that it is to read next; it is compared by then."""
+    """Rule R5: the segment that the replica is to read next is dropped, after its log was
+    compared.
+    """
     kit = make(3, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2, segment_bytes=20_000)
     written(kit, "t", 3_500)
@@ -97,7 +99,9 @@ def test_retention_passes_a_replica_that_is_being_filled(make: Any) -> None:
 
 
 def test_a_snapshot_of_who_leads_no_more_is_not_where_to_begin(make: Any) -> None:
-    """The log goes while it is read, with its snapshots; the replica has heard of nothing yet."""
+    """The log and its producer snapshots are removed while a snapshot is read; the replica does not
+    know of the new leader yet.
+    """
     kit = make(3, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2, segment_bytes=20_000)
     written(kit, "t", 100)
@@ -139,7 +143,7 @@ def test_a_snapshot_of_who_leads_no_more_is_not_where_to_begin(make: Any) -> Non
 def test_who_lost_what_was_deleted_hears_of_the_producers(
     make: Any, bounced: bool, more: int
 ) -> None:
-    """log/loading O2: its log ends below its start after a power loss.  The start may lie within
+    """log/loading O2: after a power loss the log ends below its start.  The start may lie within
     one of its leader's batches.
     """
     kit = make(5, auto_leader_rebalance_enable=False)

@@ -16,7 +16,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 
 
 def outside(kit: Kit, topic: str) -> tuple[int, int]:
-    """(leader, n): a replica that has everything and is not in the ISR, for it is fenced."""
+    """Return (leader, n): replica n has every record and is not in the ISR, because its broker is
+    fenced.
+    """
     leader, _, n = kit.state(topic).replicas
     kit.sim.network.cut(f"b{n}", "controller")
     kit.until(lambda: n not in kit.state(topic).isr)
@@ -56,8 +58,9 @@ def test_a_replica_made_anew_joins_when_its_leader_has_compared_it(make: Any) ->
 
 
 def test_a_replica_damaged_outside_the_isr_is_made_anew(make: Any) -> None:
-    """broker/metadata_publisher M7, L9: no record says so, for it was in no list that it could
-    leave."""
+    """broker/metadata_publisher M7, L9: no record reports that it left ISR or ELR, because it was
+    in neither.
+    """
     kit = make(22, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2)
     ledger = Ledger(kit, "t")
@@ -74,8 +77,8 @@ def test_a_replica_damaged_outside_the_isr_is_made_anew(make: Any) -> None:
 
 
 def test_what_was_on_its_way_to_a_replica_made_anew_is_no_answer_to_it(make: Any) -> None:
-    """replica/fetcher F1, broker/metadata_publisher M8: the leader has not compared the
-    new log, but its word to the old one comes on the same stream.
+    """replica/fetcher F1, broker/metadata_publisher M8: the leader has not compared the new log,
+    but its answer for the old log arrives on the same stream.
     """
     kit = make(26, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2)
@@ -97,8 +100,9 @@ def test_what_was_on_its_way_to_a_replica_made_anew_is_no_answer_to_it(make: Any
 
 
 def test_a_replica_is_not_made_anew_before_the_controller_knows(make: Any) -> None:
-    """broker/metadata_publisher M7: it may be joining the ISR just now, on what it still seems to
-    have."""
+    """broker/metadata_publisher M7: it may be joining the ISR at this moment, because of records
+    that it still seems to have.
+    """
     kit = make(23, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2)
     ledger = Ledger(kit, "t")
@@ -120,9 +124,9 @@ def test_a_replica_is_not_made_anew_before_the_controller_knows(make: Any) -> No
 
 
 def test_a_replica_is_not_made_anew_on_an_image_from_before_the_answer(make: Any) -> None:
-    """broker/metadata_publisher M7: it may have joined the ISR and been elected, and the damage
-    have ended that: then what it has is the last copy, and the image of this broker does not say so
-    yet.
+    """broker/metadata_publisher M7: the replica may have joined the ISR and been elected, and the
+    damage ended its lead.  Its log is the last copy then, and this broker's image does not show
+    that yet.
     """
     kit = make(26, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2)
@@ -193,8 +197,9 @@ def test_what_is_well_again_when_a_heartbeat_is_answered_is_no_more_told(make: A
 
 
 def test_who_has_less_than_was_asked_for_waits_until_that_is_decided(make: Any) -> None:
-    """R2, replica/alter_partition A2: the leader, cut from the controller, asks for what was
-    true once; compared now, the replica would be offline no more, and the old request be granted.
+    """R2, replica/alter_partition A2: the leader is cut off from the controller, and its pending
+    request counts on records that the replica has lost.  If the logs were compared now, the replica
+    would count as online, and the old request could be granted.
     """
     kit = make(24, auto_leader_rebalance_enable=False, broker_session_timeout_ms=8_000)
     kit.create("t", min_insync_replicas=2)

@@ -1,4 +1,4 @@
-"""Replication on production brokers in a simulated world: what is acknowledged survives."""
+"""Replication on production brokers in a simulated world: acknowledged records survive."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_dead_follower_leaves_the_isr_and_comes_back(make: Any, seed: int) -> 
 
 
 def test_a_follower_that_stands_still_leaves_the_isr(make: Any) -> None:
-    """It lives in the controller's eyes; only its leader sees that it does not follow."""
+    """It is alive for the controller; only its leader sees that it does not fetch."""
     kit = make(7)
     kit.create("t", min_insync_replicas=2)
     ledger = Ledger(kit, "t")
@@ -105,7 +105,9 @@ def test_below_the_minimum_nothing_is_acknowledged(make: Any) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_an_isolated_leader_acknowledges_nothing(make: Any, seed: int) -> None:
-    """Rules R6, L5: the others elect, and what was parked is answered when the cut heals."""
+    """Rules R6, L5: the others elect a leader, and parked requests are answered when the cut
+    heals.
+    """
     kit = make(seed)
     kit.create("t", min_insync_replicas=2)
     ledger = Ledger(kit, "t")
@@ -196,7 +198,9 @@ def test_a_clean_bounce_is_not_noticed(make: Any, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_one_power_loss_at_a_time_loses_nothing(make: Any, seed: int) -> None:
-    """Rule L3: min ISR 2 stands one power loss, acknowledged from the page cache or not."""
+    """Rule L3: min ISR 2 survives one power loss, whether acknowledged records were SYNCED or
+    not.
+    """
     kit = make(seed)
     kit.create("t", min_insync_replicas=2)
     ledger = Ledger(kit, "t")
@@ -232,7 +236,7 @@ def test_all_processes_killed_at_once_lose_nothing(make: Any, seed: int) -> None
 
 
 def test_a_new_replica_begins_where_the_leaders_log_does(make: Any) -> None:
-    """Rule R5: what retention took is not asked for; idempotence goes on."""
+    """Rule R5: it does not fetch what retention has deleted; idempotence continues to work."""
     kit = make(3, log_retention_check_interval_ms=200)
     kit.create("t", min_insync_replicas=2, segment_bytes=20_000, retention_bytes=40_000)
     ledger = Ledger(kit, "t")
@@ -257,9 +261,7 @@ def test_a_new_replica_begins_where_the_leaders_log_does(make: Any) -> None:
 
 
 def test_a_damaged_replica_is_made_anew(make: Any) -> None:
-    """Rule L9: sealed data that was flushed and reads wrong is the replica's end, not the
-    partition's.
-    """
+    """Rule L9: sealed data that was flushed and reads wrong ends the replica, not the partition."""
     kit = make(4, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2, segment_bytes=20_000)
     ledger = Ledger(kit, "t")
@@ -293,7 +295,7 @@ def test_a_damaged_replica_is_made_anew(make: Any) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_an_unclean_leader_is_followed_below_the_watermark(make: Any, seed: int) -> None:
-    """Rules R3, R4: only where the topic allows it, and then all replicas serve one history."""
+    """Rules R3, R4: only if the topic allows it; then all replicas serve one history."""
     kit = make(seed, unclean_recovery_wait_ms=1_000)
     kit.create("t", min_insync_replicas=1, unclean_leader_election_enable=True)
     ledger = Ledger(kit, "t", enable_idempotence=False)
@@ -321,7 +323,7 @@ def test_an_unclean_leader_is_followed_below_the_watermark(make: Any, seed: int)
 
 @pytest.mark.parametrize("seed", range(2))
 def test_the_only_member_of_the_isr_is_waited_for(make: Any, seed: int) -> None:
-    """Rule R3 without permission: the partition stays offline, and nothing is lost."""
+    """Rule R3 without permission for loss: the partition stays offline, and no record is lost."""
     kit = make(seed, unclean_recovery_wait_ms=500)
     kit.create("t", min_insync_replicas=1)
     ledger = Ledger(kit, "t")
@@ -365,7 +367,9 @@ def test_power_lost_everywhere_loses_nothing_that_was_flushed(make: Any, seed: i
 
 @pytest.mark.parametrize("seed", range(3))
 def test_power_lost_everywhere_leaves_one_history(make: Any, seed: int) -> None:
-    """Page-cache acknowledgements and all power gone: a prefix stays, the same on all replicas."""
+    """Records were acknowledged from the page cache, and all nodes lose power: a prefix remains,
+    the same on all replicas.
+    """
     kit = make(seed)
     kit.create("t", min_insync_replicas=2)
     ledger = Ledger(kit, "t", enable_idempotence=False, delivery_timeout_ms=3_000)
@@ -387,7 +391,9 @@ def test_power_lost_everywhere_leaves_one_history(make: Any, seed: int) -> None:
 
 
 def test_a_topic_that_went_while_a_broker_was_away(make: Any) -> None:
-    """Rules L8, Q2: the directory of the earlier life is a stray, the new topic another log."""
+    """Rules L8, Q2: the directory of the earlier topic is a stray, and the new topic has another
+    log.
+    """
     kit = make(5)
     kit.create("t", min_insync_replicas=2)
     ledger = Ledger(kit, "t")

@@ -1,5 +1,5 @@
-"""Replication in the corners: what a leader heard once, what is never said again, what breaks
-half-way.
+"""Replication in corner cases: facts that a leader learns once, reports that are not repeated, and
+operations that stop half-way.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def test_what_a_replica_had_before_it_moved_away_counts_for_nothing(make: Any) -
 
 
 def test_what_a_replica_had_before_it_was_made_anew_counts_for_nothing(make: Any) -> None:
-    """The leader cannot hear what became of it; the controller can."""
+    """The leader cannot learn what happened to the old log; the controller can."""
     kit = make(2, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2)
     ledger = written(kit, "t", 100)
@@ -56,7 +56,7 @@ def test_what_a_replica_had_before_it_was_made_anew_counts_for_nothing(make: Any
 
 
 def test_who_was_fenced_for_a_while_joins_again_without_a_new_record(make: Any) -> None:
-    """The same registration, a log at rest, a stream that never broke."""
+    """The registration is the same, the log does not change, and the stream did not break."""
     kit = make(3, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2)
     written(kit, "t", 100)
@@ -68,7 +68,7 @@ def test_who_was_fenced_for_a_while_joins_again_without_a_new_record(make: Any) 
 
 
 def test_a_new_replica_that_comes_before_the_leader_knows_of_it(make: Any) -> None:
-    """What it says is not said twice: the leader must not let it pass unheard."""
+    """The replica does not repeat its position, so the leader must not ignore it."""
     kit = make(4, brokers=4, auto_leader_rebalance_enable=False, broker_session_timeout_ms=8_000)
     kit.create("t", min_insync_replicas=2)
     ledger = written(kit, "t", 100)
@@ -89,8 +89,7 @@ def test_a_new_replica_that_comes_before_the_leader_knows_of_it(make: Any) -> No
 
 
 def test_credit_of_what_was_not_stored_comes_back(make: Any) -> None:
-    """replica/fetcher F4: else the stream stands still for ever, for every partition on
-    it."""
+    """replica/fetcher F4: otherwise the stream would stop for every partition on it."""
     kit = make(5, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2)
     ledger = Ledger(kit, "t")
@@ -135,8 +134,7 @@ def test_credit_of_a_partition_that_went_comes_back(make: Any) -> None:
 def test_a_wish_that_was_lost_and_cannot_be_granted_any_more_is_no_end(
     make: Any, back: bool
 ) -> None:
-    """replica/alter_partition A2: it held the watermark for a member that will never be
-    one."""
+    """replica/alter_partition A2: it held the watermark back for a member that will never join."""
     kit = make(7, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2)
     ledger = Ledger(kit, "t")
@@ -168,7 +166,7 @@ def test_a_wish_that_was_lost_and_cannot_be_granted_any_more_is_no_end(
 
 
 def test_what_an_unclean_leader_may_not_have_is_not_taken_for_committed(make: Any) -> None:
-    """A watermark heard beyond the own end says nothing of another leader's records."""
+    """A watermark beyond the replica's own end says nothing about another leader's records."""
     kit = make(8, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=3)
     ledger = written(kit, "t", 100)
@@ -188,7 +186,7 @@ def test_what_an_unclean_leader_may_not_have_is_not_taken_for_committed(make: An
 
 
 def test_flush_on_ack_holds_for_what_was_written_before(make: Any) -> None:
-    """L2: else what waits would wait for the next append, which may never come."""
+    """L2: otherwise parked requests would wait for the next append, which may never come."""
     kit = make(9, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2)
     written(kit, "t", 100)
@@ -207,14 +205,14 @@ def test_flush_on_ack_holds_for_what_was_written_before(make: Any) -> None:
 
 
 async def _visits(kit: Kit, n: int, key: PartitionKey) -> None:
-    """What the wheel of broker `n` does for one partition."""
+    """Return the jobs of the wheel of broker `n` for one partition."""
     scheduler = kit.brokers[n]._scheduler
     await scheduler.follow_log_start(key)
     await scheduler.retain(key)
 
 
 def test_retention_keeps_off_a_log_that_is_being_cut(make: Any) -> None:
-    """What the lane does to the segments, and what the loop does, would not see each other."""
+    """Changes of the segments in the lane and on the loop would not see each other."""
     kit = make(10, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2, segment_bytes=20_000)
     written(kit, "t", 3_500)
@@ -255,7 +253,7 @@ def test_retention_keeps_off_a_log_that_is_being_cut(make: Any) -> None:
 
 
 def test_retention_does_not_bring_back_a_log_start_that_was_cut(make: Any) -> None:
-    """R4, T9: the cut begins and ends while retention waits for a disk."""
+    """R4, T9: the truncation begins and ends while retention waits for a disk."""
     kit = make(10, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2, segment_bytes=20_000)
     written(kit, "t", 3_500)
@@ -285,14 +283,15 @@ def test_retention_does_not_bring_back_a_log_start_that_was_cut(make: Any) -> No
 
 
 def _stream_of(kit: Kit, topic: str, n: int) -> Any:
-    """The leader's end of the stream of follower `n`."""
+    """Return the leader's end of the stream of follower `n`."""
     followers: Any = kit.replica(kit.state(topic).leader, topic)._followers
     return next(each for each in followers if each._replica.replica == n)
 
 
 def test_a_log_start_said_before_the_logs_were_compared_is_heard(make: Any) -> None:
-    """It is not said again: who waits for it (T9), or wants to join (replica/isr M2), would wait
-    for ever."""
+    """It is not repeated: a deletion that waits for it (T9), or a replica that wants to join
+    (replica/isr M2), would wait without an end.
+    """
     kit = make(11, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2)
     written(kit, "t", 100)
@@ -317,7 +316,7 @@ def test_a_log_start_said_before_the_logs_were_compared_is_heard(make: Any) -> N
 
 
 def test_an_older_registration_is_not_heard_beside_a_newer_one(make: Any) -> None:
-    """KIP-903: what it had is not what its successor has."""
+    """KIP-903: the later process of the broker may not have the records of the earlier one."""
     kit = make(12, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2)
     written(kit, "t", 100)
@@ -446,8 +445,8 @@ def test_a_minimum_that_is_lowered_is_not_for_who_led_before(make: Any) -> None:
 
 
 def test_a_leader_that_stops_with_a_full_lane(make: Any) -> None:
-    """L5, replica/partition H5: what waits for room, for its write and for the watermark is
-    refused, sent again to the next leader, and stored once.
+    """L5, replica/partition H5: requests that wait for room, for their write or for the watermark
+    are refused, sent again to the next leader, and stored once.
     """
     kit = make(40, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2)
@@ -540,7 +539,7 @@ def test_a_disk_that_is_full_when_a_log_is_cut_costs_no_other(
 
 
 def test_a_leader_whose_log_was_left_half_way_is_followed_by_another(make: Any) -> None:
-    """Rule L2: the controller must hear that it is offline here."""
+    """Rule L2: the controller must learn that the replica is offline here."""
     kit = make(28, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2)
     ledger = written(kit, "t", 50)

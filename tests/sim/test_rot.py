@@ -106,7 +106,7 @@ def test_a_disk_that_goes_with_a_rotten_copy_ends_the_era_and_an_operator_may_el
 
 @pytest.mark.parametrize("rots_first", [True, False])
 def test_a_rotten_copy_among_copies_without_power_waits_for_an_operator(rots_first: bool) -> None:
-    """Rule L3 empties ISR and ELR; what was SYNCED is there, if who is elected was last known."""
+    """Rule L3 empties ISR and ELR; SYNCED records survive if a last-known replica is elected."""
     kept, oracle = promise(flush_on_ack="true")
     steps: list[Callable[[], None]] = [
         lambda: kept.rotted(FACTS, 1, lambda: True, 0.0),

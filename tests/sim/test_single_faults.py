@@ -1,5 +1,5 @@
-"""Faults that strike one thing while everything beside it goes on: each is met, and costs nothing;
-what a rule keeps from them is in sim/canaries.py.
+"""Faults that hit one thing while everything else continues: each fault happens, and no promise is
+broken.  The canaries of the rules that protect from them are in sim/canaries.py.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ def test_what_is_held_back_is_met_and_costs_nothing(fault: str, met: tuple[str, 
 
 
 def test_a_clock_that_jumps_costs_nothing() -> None:
-    """Rule L10: the alert lasts until it is right again."""
+    """Rule L10: the alert lasts until the clock is right again."""
     assert executed(1, "clock_jump", "break_streams").faults["clock_jump"]
 
 
 def test_starts_under_wrong_clocks_cost_nothing() -> None:
-    """Rule L10: ahead and behind, of one machine and of all."""
+    """Rule L10: the clocks are ahead or behind, on one machine or on all."""
     assert executed(1, "wrong_start", "clock_jump", every_ms=(1_000, 3_000)).faults["wrong_start"]
 
 
@@ -93,7 +93,9 @@ def test_a_broker_starts_at_the_wrong_time_and_with_an_empty_disk_at_the_right_o
 
 
 def test_where_producers_expire_soon_no_clock_steps_by_a_little() -> None:
-    """Steps below `clock_step_max_ms`, of several lives of a broker, are time that passed to it."""
+    """Steps below `clock_step_max_ms`, over several lives of a broker, count as time that has
+    passed.
+    """
     plans = [drawn(SimWorld(seed).random("options")) for seed in range(60)]
     soon = [each for each in plans if each.server["producer_id_expiration_ms"] < 86_400_000]
     assert soon

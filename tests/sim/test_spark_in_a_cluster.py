@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 
 
 def connect(kit: Kit) -> ClusterClient:
-    """What a Python worker of Spark has of the cluster."""
+    """Return the cluster connection that a Python worker of Spark has."""
     world = kit.sim.world_of("reader")
     process: Any = SimpleNamespace(
         world=world, clock=world.clock, network=world.network, rng=world.rng,
@@ -33,7 +33,7 @@ def connect(kit: Kit) -> ClusterClient:
 
 
 def offsets(scan: Scan) -> list[int]:
-    """What was fetched so far."""
+    """Return the offsets that were fetched so far."""
     found: list[int] = []
     while not scan._items.empty():
         item = scan._items.get_nowait()
@@ -101,7 +101,7 @@ def test_offsets_and_sizes_come_from_the_leaders(make: Any) -> None:
 
 
 def test_every_leader_is_asked_for_the_table(make: Any) -> None:
-    """A broker that leads nothing of a topic has never seen its table."""
+    """A broker that leads no partition of a topic has never seen its table."""
     kit = make(4)
     kit.spread("t")
     cluster = connect(kit)

@@ -1,5 +1,5 @@
-"""Replicas that nothing would move again: each was out of its ISR, or a leader unserved, until the
-next fault.
+"""Replicas that only a further fault would move: each one stayed out of its ISR, or its leader was
+not served.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def test_a_stream_that_opens_under_a_registration_that_is_over_goes(make: Any) -
 
 
 def test_who_stops_fetches_from_nobody_new(make: Any) -> None:
-    """What comes in while the logs are closed would be written beside that."""
+    """Data that arrive while the logs are closed would be written beside that."""
     kit = make(6, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=1)
     written(kit, "t", 50)
@@ -74,7 +74,9 @@ def test_who_stops_fetches_from_nobody_new(make: Any) -> None:
 
 
 def test_what_an_older_stream_gives_up_is_followed_on_the_newer_one(make: Any) -> None:
-    """handlers/replica_fetch F1: it comes late, and a log at rest says nothing a second time."""
+    """handlers/replica_fetch F1: the message arrives late, and an idle log does not report a second
+    time.
+    """
     kit = make(7, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2)
     written(kit, "t", 50)

@@ -35,7 +35,7 @@ def executed(seed: int, *faults: str, every_ms: tuple[int, int]) -> RunResult:
 
 
 def test_a_rotten_delta_log_is_refused_and_told_until_it_is_restored() -> None:
-    """Rules T2 and T8: no load returns it, and tiering goes on afterwards."""
+    """Rules T2 and T8: no load returns its content, and tiering continues afterwards."""
     faults = ("delta_rot",) * 2 + ("kill_client",) * 2 + ("kill_tier",) * 2 + ("kill_leader",)
     counts = executed(6, *faults, every_ms=(50, 200)).counts
     assert counts["rot of Delta logs"]

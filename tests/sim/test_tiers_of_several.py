@@ -1,5 +1,5 @@
 """Several brokers, each with a tier process of its own, and one store: what a tier knows of a table
-that others have written since.
+that other nodes have written since.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ class Tiers:
         await self.nodes[n].start()
 
     def met(self, n: int) -> RunConfig:
-        """The broker of node `n` finds its tier: the kit's nodes have one directory for sockets."""
+        """Let the broker of node `n` find its tier: the kit's nodes share one directory for
+        sockets.
+        """
         broker = self.kit.brokers[n]
         run = replace(broker.run, run_dir=f"/sim/run{n}")
         world, hello = broker.core.world, broker.core.hello
@@ -73,7 +75,7 @@ class Tiers:
         return run
 
     def away(self) -> None:
-        """Nothing of the store answers."""
+        """Let the store answer no request."""
 
         def refuse(*_: Any) -> None:
             raise errors.TierUnavailable("the store is away")
@@ -85,7 +87,7 @@ class Tiers:
 
 
 def lead(kit: Kit, n: int) -> None:
-    """Broker `n` leads t-0, elected cleanly."""
+    """Let broker `n` lead t-0, cleanly elected."""
     others = [each for each in kit.state("t").replicas if each != n]
     request = wire.AlterReassignmentsRequest()
     request.reassignments.add(
@@ -100,7 +102,7 @@ def lead(kit: Kit, n: int) -> None:
 
 
 def tiered(kit: Kit, count: int) -> None:
-    """`count` more records, all of them in the tier, the first of them nowhere else."""
+    """Append `count` more records and tier all of them; the first ones are nowhere else."""
     ledger = Ledger(kit, "t")
     ledger.more(count)
     ledger.stop()
@@ -132,7 +134,7 @@ def configure(kit: Kit, option: str, value: int) -> None:
 
 @pytest.fixture
 def two(make: Any) -> tuple[Kit, Tiers]:
-    """Two replicas of t-0, each with a tier."""
+    """Return two replicas of t-0, each with a tier."""
     kit = make(
         3,
         brokers=2,
@@ -148,8 +150,8 @@ def two(make: Any) -> tuple[Kit, Tiers]:
 def test_a_follower_drops_what_its_leader_has_tiered_since_it_looked(
     two: tuple[Kit, Tiers],
 ) -> None:
-    """T6: its own tier writes nothing to the table; what that knows of it does not grow by itself,
-    and the disk would be full of what the table has.
+    """T6: the follower's own tier does not write to the table and does not learn of new commits by
+    itself; the disk would fill up with tiered records.
     """
     kit, tiers = two
     for _ in range(3):
@@ -161,7 +163,7 @@ def test_a_follower_drops_what_its_leader_has_tiered_since_it_looked(
 
 
 def test_a_follower_looks_for_the_files_that_the_table_names_now(two: tuple[Kit, Tiers]) -> None:
-    """T6: others were rewritten and removed since it looked; none of them is lost."""
+    """T6: files were rewritten and removed since it looked; none of them is lost."""
     kit, tiers = two
     tiered(kit, 3_000)
     leader, follower = kit.state("t").replicas
@@ -186,8 +188,8 @@ def test_a_follower_looks_for_the_files_that_the_table_names_now(two: tuple[Kit,
 def test_who_leads_again_knows_no_more_of_the_table_than_when_it_led(
     two: tuple[Kit, Tiers], begun_anew: bool
 ) -> None:
-    """Rules T9, T11: until it has read the table again it must not take what is missing in its old
-    version of it for expired, or for local.
+    """Rules T9, T11: until it has read the table again, records that its old version lacks must not
+    be taken for expired, or for local.
     """
     kit, tiers = two
     configure(kit, "retention_ms", RETENTION_MS)
@@ -224,8 +226,8 @@ def test_who_leads_again_knows_no_more_of_the_table_than_when_it_led(
 
 
 def test_who_is_cut_off_expires_nothing_in_the_table(two: tuple[Kit, Tiers]) -> None:
-    """Rules T9, R6: a clean election makes no claim, so the table of all would lose what the next
-    leader's settings keep.
+    """Rules T9, R6: a clean election makes no claim.  The shared table would otherwise lose records
+    that the next leader's settings keep.
     """
     kit, tiers = two
     configure(kit, "retention_ms", RETENTION_MS)
@@ -271,7 +273,7 @@ def test_a_replaced_leader_deletes_nothing_in_the_table(two: tuple[Kit, Tiers]) 
 
 
 def test_a_deletion_reaches_the_table_once_the_followers_know(two: tuple[Kit, Tiers]) -> None:
-    """Rule T9, the ordinary course."""
+    """Rule T9, the normal case."""
     kit, tiers = two
     tiered(kit, 3_000)
     leader, follower = kit.state("t").replicas

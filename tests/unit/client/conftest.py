@@ -47,7 +47,7 @@ class SimThread:
 
 
 class SimSignal:
-    """A `WakeupSignal` whose waiting runs the simulation, an event at a time."""
+    """A `WakeupSignal` whose wait runs the simulation, one event at a time."""
 
     def __init__(self, sim: SimWorld) -> None:
         self.sim = sim
@@ -64,7 +64,7 @@ class SimSignal:
 
 @pytest.fixture
 def sim_thread(monkeypatch: pytest.MonkeyPatch) -> Callable[[SimWorld], SimThread]:
-    """Clients opened after this was called live in that simulated world."""
+    """Let clients that are opened after this call live in that simulated world."""
 
     def make(sim: SimWorld) -> SimThread:
         thread = SimThread(sim, "client")

@@ -1,4 +1,4 @@
-"""A cluster of one broker that falls ill at some step, and clients of it."""
+"""A cluster of one broker that fails at a chosen step, and clients of it."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _REPLIES = {"AddVoterRequest": "ChangeVotersReply", "RemoveVoterRequest": "Chang
 
 
 def reply_to(request: Any) -> Any:
-    """An empty message of the right kind."""
+    """Return an empty message of the right kind."""
     name = request.DESCRIPTOR.name
     return getattr(wire, _REPLIES.get(name, name.removesuffix("Request") + "Reply"))()
 
 
 class Ill:
-    """A stream of a broker that is well for so many steps."""
+    """A stream of a broker that works for a given number of steps."""
 
     def __init__(self, stream: Any, broker: IllBroker) -> None:
         self._stream = stream
@@ -77,7 +77,7 @@ class Ill:
 
 
 class IllBroker(FakeBroker):
-    """Answers everything, though some of it emptily, until it falls ill."""
+    """Answers every request, some of them with an empty reply, until it fails."""
 
     steps = 0
     well = 1 << 30
@@ -95,7 +95,7 @@ class IllBroker(FakeBroker):
 
 
 class SimMonitor:
-    """A monitor whose waiting runs the simulation."""
+    """A monitor whose wait runs the simulation."""
 
     def __init__(self, sim: SimWorld) -> None:
         self.sim = sim
@@ -112,7 +112,7 @@ class SimMonitor:
 
 
 class SimQueue:
-    """A queue whose waiting runs the simulation."""
+    """A queue whose wait runs the simulation."""
 
     def __init__(self, sim: SimWorld) -> None:
         self.sim = sim
@@ -127,7 +127,7 @@ class SimQueue:
 
 
 class World:
-    """A cluster of one ill broker, and a client of it."""
+    """A cluster of one failing broker, and a client of it."""
 
     def __init__(self, sim_thread: Any, patch: pytest.MonkeyPatch, mode: str, well: int) -> None:
         self.sim = SimWorld(1)

@@ -128,8 +128,8 @@ HEADERS = st.lists(st.tuples(st.text("ab", max_size=3), BYTES), max_size=3)
 
 @given(st.lists(st.tuples(BYTES, BYTES, HEADERS), min_size=1, max_size=30))
 def test_counted_size_covers_what_a_batch_takes(rows: list[Any]) -> None:
-    """buffer_memory and batch_size count at least what the encoder writes, headers of batches
-    aside.
+    """buffer_memory and batch_size count at least the bytes that the encoder writes, apart from the
+    batches' headers.
     """
     batch = pa.record_batch(
         [
@@ -231,7 +231,7 @@ def test_waiting_for_memory_ends_when_it_is_released() -> None:
 
 
 def split(records: RecordSet, *runs: tuple[int, int]) -> list[RecordSlice]:
-    """Into slices of `(partition, count)`."""
+    """Split the rows into slices of `(partition, count)`."""
     slices: list[RecordSlice] = []
     for partition, count in runs:
         first = slices[-1].first + slices[-1].count if slices else 0
@@ -271,7 +271,7 @@ def test_a_future_knows_its_record_through_any_split() -> None:
 
 
 class Watched(Monitor):
-    """Asks, whenever the waiting are woken, what they would see."""
+    """A signal that checks, whenever waiting threads are woken, what they would see."""
 
     def __init__(self, look: Callable[[], Any]) -> None:
         super().__init__()
@@ -284,7 +284,7 @@ class Watched(Monitor):
 
 
 def test_who_is_woken_finds_a_delivery_settled_only_when_its_callbacks_have_returned() -> None:
-    """What flush waits for: the last of a million callbacks, too."""
+    """Flush waits for this, including the last of a million callbacks."""
     told: list[Any] = []
     monitor = Watched(lambda: (records.done, records.settled, len(told)))
     records = RecordSet("t", monitor, 5)
@@ -333,7 +333,9 @@ def test_a_batch_that_failed_as_one_raises_that_error() -> None:
 
 
 def race() -> bool:
-    """Four threads send while this one takes; whether every future knows its own record."""
+    """Let four threads send while this one takes; return whether every future knows its own
+    record.
+    """
     pool = BufferPool(1 << 40)
     accumulator = accumulator_of(pool, 20_000)
     producer = Producer.__new__(Producer)

@@ -1,4 +1,4 @@
-"""What the administration client asks for."""
+"""The requests of the administration client."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pk.wire import pk_pb2 as wire
 def test_topics_are_created_by_a_request_that_may_be_asked_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each has an id of its own, by which the controller knows it when its reply was lost."""
+    """Each request has an id, by which the controller recognises it when the reply was lost."""
     asked: list[wire.CreateTopicsRequest] = []
 
     def ask(_self: AdminClient, request: Any, _kind: Any, _timeout_s: float) -> Any:

@@ -1,4 +1,4 @@
-"""From fetched bytes to rows: what rotted is noticed whatever it says."""
+"""Decoding of fetched bytes to rows: damage is noticed in whatever field it is."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pk.types import TopicPartition
 
 
 def log(count: int) -> bytearray:
-    """Batches of one record each."""
+    """Return batches of one record each."""
     found = bytearray()
     for offset in range(count):
         raw = b"".join(columns.encode_lists([b"v%d" % offset], default_timestamp=1000))
@@ -31,7 +31,9 @@ def values(raw: bytes) -> list[bytes]:
 
 
 def test_no_bit_of_what_a_checksum_covers_may_hide_a_batch() -> None:
-    """Rule L9: a header that says control, or no records, or an offset that was read already."""
+    """Rule L9: a damaged header may claim a control batch, no records, or an offset that was read
+    already.
+    """
     good = log(3)
     assert values(bytes(good)) == [b"v0", b"v1", b"v2"]
     begin = len(good) // 3
@@ -45,7 +47,9 @@ def test_no_bit_of_what_a_checksum_covers_may_hide_a_batch() -> None:
 
 @pytest.mark.parametrize("number", [1, 2], ids=["between others", "the last"])
 def test_no_bit_of_where_a_batch_begins_may_hide_or_move_it(number: int) -> None:
-    """No checksum covers it; who goes back stands at that very batch, and its broker looks."""
+    """No checksum covers the base offset; a reader that goes back is at that very batch, and its
+    broker checks it.
+    """
     good = log(3)
     begin = len(good) // 3 * number
     for bit in range(63):

@@ -1,4 +1,6 @@
-"""The loop's thread under the synchronous clients: typed ends, also where it is busy or gone."""
+"""The loop thread under the synchronous clients: calls end with typed errors, also when the thread
+is busy or has ended.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def held() -> Iterator[LoopThread]:
 
 @pytest.fixture
 def busy(held: LoopThread, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopThread]:
-    """The loop runs something that does not end, as a delivery callback may."""
+    """Let the loop run code that does not end, as a delivery callback may."""
     monkeypatch.setattr(connection, "_BUSY_S", 0.01)
     release = threading.Event()
     held.loop.call_soon_threadsafe(release.wait)

@@ -1,4 +1,4 @@
-"""The consumer as an application sees it, in a simulated world: no thread, no luck."""
+"""The consumer as an application sees it, in a simulated world without threads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T0, T1 = TopicPartition("t", 0), TopicPartition("t", 1)
 
 
 class World:
-    """A broker with topic t, and consumers of it."""
+    """A broker with topic t, and its consumers."""
 
     def __init__(self, thread_of: Any) -> None:
         self.sim = SimWorld(1)
@@ -35,7 +35,7 @@ class World:
         return made
 
     def put(self, place: TopicPartition, *values: bytes) -> None:
-        """One batch."""
+        """Append one batch."""
         rows = pa.record_batch([pa.array(values, pa.binary())], names=["value"])
         self.cluster.log(*place).append(b"".join(encode(rows, default_timestamp=1000)))
         self.broker.grew()
@@ -63,7 +63,7 @@ def seen(records: list[Any]) -> list[tuple[int, int]]:
 
 
 def test_a_seek_right_behind_an_assignment_is_never_too_late(world: Any) -> None:
-    """As in Kafka, where only a poll asks what auto_offset_reset says."""
+    """As in Kafka, where only a poll applies auto_offset_reset."""
     world.put(T0, b"0", b"1")
     world.put(T1, b"0", b"1")
     consumer = world.consumer(auto_offset_reset="none")
@@ -169,7 +169,7 @@ def test_what_was_read_of_a_deleted_topic_does_not_move_the_position_in_its_succ
 def test_what_was_read_of_a_deleted_topic_is_not_seen_of_its_successor(
     world: Any, early: bool
 ) -> None:
-    """Rule L8, KIP-320: the new log is truncated before anything of it was read."""
+    """Rule L8, KIP-320: the new log is truncated before any of it was read."""
     world.put(T0, *[b"old"] * 5)
     consumer = world.consumer(auto_offset_reset="earliest")
     consumer.assign([T0])
@@ -198,7 +198,7 @@ def test_what_was_read_of_a_deleted_topic_is_not_seen_of_its_successor(
 
 
 def test_a_pause_does_not_change_the_order_of_what_was_fetched(world: Any) -> None:
-    """Frames of two partitions wait, interleaved; one partition is passed over for a while."""
+    """Frames of two partitions wait, interleaved; one partition is skipped for a while."""
     consumer = world.consumer(auto_offset_reset="earliest", max_poll_records=1)
     consumer.assign([T0, T1])
     for number in range(4):
@@ -220,7 +220,7 @@ def test_a_pause_does_not_change_the_order_of_what_was_fetched(world: Any) -> No
 def test_asking_for_the_position_while_iterating_skips_nothing_of_a_truncated_log(
     world: Any,
 ) -> None:
-    """KIP-320: the consumer goes on with the first record that the application has not seen."""
+    """KIP-320: the consumer continues with the first record that the application has not seen."""
     from pk.client.fetcher_events import FetchedPartition
 
     world.put(T0, *[b"x"] * 5)
@@ -243,8 +243,8 @@ def test_asking_for_the_position_while_iterating_skips_nothing_of_a_truncated_lo
 def test_several_logs_that_are_truncated_at_once_lose_nothing_unseen(
     world: Any, polled: int, between: str
 ) -> None:
-    """KIP-320: telling of the first, another assignment, or a poll that comes across what is void,
-    does not forget where the reader stood in the second.
+    """KIP-320: reporting the first truncation, another assignment, or a poll that meets void data
+    does not lose the reader's position in the second log.
     """
     world.put(T0, *[b"x"] * 6)
     world.put(T1, *[b"x"] * 6)
@@ -349,8 +349,8 @@ def test_credit_kept_back_is_given_when_a_paused_partition_used_up_the_rest(worl
 
 @pytest.mark.parametrize("inside", [-1, 16], ids=["body", "header"])
 def test_a_batch_that_is_damaged_is_told_until_a_seek_passes_it(world: Any, inside: int) -> None:
-    """Rule L13: nothing of the bad batch is given out, and it is never skipped; what lies before it
-    in the same frame is given out, also where the bad one does not even parse.
+    """Rule L13: no row of the bad batch is returned, and the batch is never skipped.  Earlier rows
+    of the same frame are returned, even if the bad batch does not parse.
     """
     for value in (b"0", b"1", b"2"):
         world.put(T0, value)
@@ -372,7 +372,7 @@ def test_a_batch_that_is_damaged_is_told_until_a_seek_passes_it(world: Any, insi
 
 @pytest.mark.parametrize("way", ["poll", "poll_batches"])
 def test_what_was_gathered_before_an_error_is_returned_first(world: Any, way: str) -> None:
-    """A damaged batch, or a complaint, behind good rows: the rows come, the next call raises."""
+    """An error comes behind good rows: the rows are returned, and the next call raises."""
 
     def read() -> list[tuple[int, int]]:
         if way == "poll":
@@ -411,7 +411,7 @@ def test_a_complaint_does_not_cost_the_rows_of_the_call_that_meets_it(world: Any
     take = backlog.take
 
     def take_and_complain(*arguments: Any) -> Any:
-        """The loop complains while the application's thread is gathering."""
+        """Take rows, and let the loop report an error while the application's thread gathers."""
         backlog.take = take
         found = take(*arguments)
         about = engine.fetcher.position_id(T1)
@@ -428,7 +428,7 @@ def test_a_complaint_does_not_cost_the_rows_of_the_call_that_meets_it(world: Any
 @pytest.mark.parametrize("error", [errors.RegistryError, ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("way", ["poll", "next"])
 def test_whatever_a_deserialiser_raises_costs_no_record(world: Any, error: Any, way: str) -> None:
-    """A registry that is away, a function with a fault, Ctrl-C: the rows come again."""
+    """The registry is away, a function fails, or Ctrl-C: the rows are returned later."""
     broken = [True]
 
     def deserialise(topic: str, data: bytes | None) -> bytes | None:
@@ -459,7 +459,7 @@ def test_whatever_a_deserialiser_raises_costs_no_record(world: Any, error: Any, 
 
 
 def test_a_deserialiser_that_can_again_is_not_asked_for_an_empty_rest(world: Any) -> None:
-    """It failed for the whole and not for its rows: a registry that came back meanwhile."""
+    """It failed for the whole list and not for its rows: the registry is back."""
     failures = [errors.SerializationError("not now")]
 
     def deserialise(topic: str, data: bytes | None) -> bytes | None:
@@ -501,7 +501,7 @@ def test_ctrl_c_while_rows_are_gathered_costs_none(world: Any) -> None:
 def test_another_subscription_is_asked_for_while_the_first_one_is_not_answered(
     world: Any, later_ms: int, then: Any
 ) -> None:
-    """The answer about a says nothing of b: it must not pass for the news that b waits for."""
+    """The answer about a does not contain b, and must not end the wait for b."""
     place = TopicPartition("b", 0)
     world.cluster.create("a")
     world.cluster.create("b")
@@ -582,7 +582,7 @@ def test_the_position_of_a_paused_partition_is_looked_up(world: Any, order: str)
 def test_what_does_not_exist_is_told_however_it_is_asked_for(
     world: Any, way: str, ask: Any
 ) -> None:
-    """Also by a consumer that asked about all topics before, and of one partition of a topic."""
+    """This includes a consumer that asked for all topics before, and one partition of a topic."""
     consumer = world.consumer(request_timeout_ms=3000)
     if way != "partition":
         consumer.subscribe(pattern="none of them")

@@ -19,7 +19,9 @@ def world(sim_thread: Any) -> Any:
 
 
 def test_a_second_thread_is_refused_by_the_rule(world: World) -> None:
-    """While a deserialiser runs its consumer is in use, and that thread may go on using it."""
+    """While a deserialiser runs, its consumer is in use, and the same thread may call the consumer
+    again.
+    """
     refused: list[BaseException] = []
 
     def elsewhere() -> None:

@@ -1,4 +1,4 @@
-"""How the views of several brokers become one."""
+"""How the views of several brokers are combined into one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pk.wire import pk_pb2 as wire
 
 
 class Brokers:
-    """What each broker answers; partition p is led by broker p."""
+    """The answers of each broker; partition p is led by broker p."""
 
     def __init__(self, **replies: wire.DescribeTierReply | errors.PkError) -> None:
         self.replies = {int(name[1:]): reply for name, reply in replies.items()}

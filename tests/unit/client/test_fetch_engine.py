@@ -336,7 +336,7 @@ def test_leader_changes_lose_and_repeat_nothing(bench: Any) -> None:
 
 
 def test_a_truncated_log_is_told_with_where_it_was_cut(bench: Any) -> None:
-    """KIP-320."""
+    """KIP-320: the error names the offset of the truncation."""
     b = bench()
     b.cluster.create("t")
     b.on_client(b.engine.assign, [T0])
@@ -356,7 +356,7 @@ def test_a_truncated_log_is_told_with_where_it_was_cut(bench: Any) -> None:
 
 
 def truncate(b: Bench) -> None:
-    """The broker says that the log was cut at offset 0."""
+    """Let the broker report that the log was truncated at offset 0."""
     key, set_id = b.cluster.log("t").key, b.engine.fetcher._partitions[T0].set_id
     truncated = FetchedPartition(1, key, set_id, memoryview(b""), 0, diverging=(3, 0))
     b.on_client(b.engine.step, truncated)
@@ -423,7 +423,7 @@ def test_an_assignment_settles_what_was_complained_of_before(bench: Any, complai
 
 
 def test_a_complaint_waits_for_whom_it_concerns(bench: Any) -> None:
-    """One partition's position may be asked for while another has none yet."""
+    """A caller may ask for one partition's position while another partition has none yet."""
     b = bench(auto_offset_reset="none")
     b.cluster.create("t", 3)
     places = [TopicPartition("t", number) for number in range(3)]
@@ -439,7 +439,7 @@ def test_a_complaint_waits_for_whom_it_concerns(bench: Any) -> None:
 
 
 def test_a_seek_does_not_hide_that_the_topic_is_another(bench: Any) -> None:
-    """Rule L8: the offset sought was one of the old topic."""
+    """Rule L8: the offset of the seek belonged to the old topic."""
     b = bench(auto_offset_reset="none")
     b.cluster.create("t")
     b.on_client(b.engine.assign, [T0])
@@ -457,7 +457,7 @@ def test_a_seek_does_not_hide_that_the_topic_is_another(bench: Any) -> None:
 
 
 def test_an_answer_to_an_old_question_does_not_overwrite_a_seek(bench: Any) -> None:
-    """The look-up of earliest is under way when the application seeks."""
+    """The look-up of the earliest offset is in progress when the application seeks."""
     b = bench()
     b.cluster.create("t")
     put(b.cluster, T0, [b"0", b"1", b"2"])

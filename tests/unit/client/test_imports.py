@@ -1,4 +1,4 @@
-"""What a client's process has to import to send and to read."""
+"""The modules that a client's process imports to send and to read."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ print("pandas" in sys.modules)
 
 
 def test_a_record_does_not_cost_the_import_of_pandas() -> None:
-    """A third of a second, on the client's own loop: no acknowledgement is heard meanwhile."""
+    """The import takes a third of a second on the client's loop, which handles no acknowledgement
+    meanwhile.
+    """
     done = subprocess.run(
         [sys.executable, "-c", STORY], capture_output=True, text=True, check=False
     )

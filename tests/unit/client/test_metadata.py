@@ -1,4 +1,4 @@
-"""What a client makes of metadata, and how options are judged."""
+"""How a client applies metadata replies, and how options are checked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from pk.wire import pk_pb2 as wire
 
 
 def reply(*topics: tuple[str, str, list[tuple[int, int]]]) -> wire.MetadataReply:
-    """Topics as (name, id, [(leader, epoch) per partition]); brokers 1 and 2."""
+    """Return a reply with topics as (name, id, [(leader, epoch) per partition]) and the brokers 1
+    and 2.
+    """
     made = wire.MetadataReply(cluster_id="c")
     for node in (1, 2):
         made.brokers.add(node_id=node, address=f"b{node}:1")
@@ -152,7 +154,7 @@ def test_kafkas_names_are_understood() -> None:
 
 
 def test_a_broker_that_is_behind_takes_nothing_away() -> None:
-    """client/metadata M2: what it does not know yet, or still knows, is no news."""
+    """client/metadata M2: topics that it does not know yet, or still knows, change nothing."""
     known = metadata()
     fresh = reply(("t", "id", [(2, 5)]))
     fresh.metadata_offset = 10

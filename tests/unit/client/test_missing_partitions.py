@@ -1,4 +1,6 @@
-"""A partition that a topic does not have: said soon, with the partitions that there are."""
+"""A partition number that a topic does not have: the error comes soon, and names the existing
+partitions.
+"""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def bench():
 
 
 async def deleted(b: Bench, topic: str = "t") -> None:
-    """The topic goes, and the producer has heard of it."""
+    """Delete the topic, and wait until the producer knows."""
     await b.send(topic, b"first")
     await b.flush(10_000)
     b.cluster.delete(topic)

@@ -1,8 +1,8 @@
-"""Arguments of every public call that are nearly right, or nowhere near.
+"""Every public call with arguments that are nearly valid, or not at all.
 
 A call works, or it raises an error of `pk.errors` or a `TypeError`.  A `TypeError` names the
-argument, and comes before anything is sent.  The calls and their arguments are found by looking at
-the classes: a new one needs a line here.
+argument, and is raised before anything is sent.  The test finds the calls and their arguments in
+the classes: a new call needs a line here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ S = LIMIT_MS / 1000
 
 
 class Odd:
-    """No type that anything takes."""
+    """A type that no call accepts."""
 
     def __repr__(self) -> str:
         return "<odd>"
@@ -154,7 +154,7 @@ def test_every_argument_of_every_call_has_a_line_here(kind: type) -> None:
 
 
 def called(client: Any, name: str, given: dict[str, Any]) -> Any:
-    """Make the call; a future's outcome is its outcome."""
+    """Make the call; the outcome of a future counts as its outcome."""
     if name in ("seek", "position", "pause", "resume"):
         client.assign([T0])
     if name in ("seek_to_beginning", "seek_to_end", "pause", "resume"):
@@ -164,7 +164,7 @@ def called(client: Any, name: str, given: dict[str, Any]) -> Any:
 
 
 def judged(world: World, client: Any, name: str, given: dict[str, Any], odd: str) -> str:
-    """How a call with an odd argument went wrong; "" if it did not."""
+    """Return how a call with an odd argument violated the rule; "" if it did not."""
     steps, begun = world.broker.steps, world.sim.loop.time()
     wrong = ""
     try:
@@ -270,7 +270,7 @@ def test_text_is_not_made_of_anything(name: str) -> None:
 
 
 def test_a_number_has_an_end(sim_thread: Any) -> None:
-    """What travels as 32 or 64 bits says so."""
+    """An argument that is sent as 32 or 64 bits is refused beyond its range."""
     for name in ("request_timeout_ms", "delivery_timeout_ms", "max_block_ms", "linger_ms"):
         for value in (2**31, 2**70):
             with pytest.raises(errors.InvalidConfig, match=f"{name} must be at most {2**31 - 1}"):
@@ -302,7 +302,7 @@ def test_options_in_a_dict_are_answered_with_the_right_call(kind: Any) -> None:
 
 
 def makers() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
-    """Of the serializers: what is called, and arguments that it takes."""
+    """Return the makers of the serializers with arguments that they accept."""
     registry = HttpRegistry("http://127.0.0.1:1", timeout_s=0.1)
     url = "http://127.0.0.1:1"
     found: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {

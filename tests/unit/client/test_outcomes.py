@@ -40,7 +40,7 @@ def fetching():
 
 @pytest.mark.parametrize("keys", [False, True])
 def test_what_was_sent_together_fits_a_topic_of_small_batches(bench: Any, keys: bool) -> None:
-    """A chunk may hold more than max_message_bytes allows; no record of it does."""
+    """A chunk may be larger than max_message_bytes allows; none of its records is."""
     b = bench(linger_ms=20)
     b.cluster.create("t", 2)
     b.cluster.configs["max_message_bytes"] = "4096"
@@ -124,7 +124,9 @@ def test_what_was_under_way_when_the_producer_closed_may_be_stored(bench: Any) -
 def test_without_idempotence_what_was_merely_refused_is_sent_again(
     bench: Any, refusal: errors.PkError
 ) -> None:
-    """A broker that shuts down, or has lost the controller, refuses before it appends (L5, L7)."""
+    """A broker that shuts down, or has no contact to the controller, refuses before it appends (L5,
+    L7).
+    """
     b = bench(acks="1")
     b.cluster.create("t")
     verdicts = iter([refusal, refusal])
@@ -140,7 +142,7 @@ def test_without_idempotence_what_was_merely_refused_is_sent_again(
 
 
 def test_missing_topics_are_asked_for_at_a_steady_pace(fetching: Any) -> None:
-    """Two brokers answer each time, of all of them; that must not double the next question."""
+    """Two brokers answer about all topics each time; that must not double the next request."""
     b = fetching(nodes=3)
     asked = []
     metadata = b.cluster.metadata
@@ -170,8 +172,9 @@ def test_a_leader_that_fails_while_it_writes_has_not_refused(bench: Any, begun: 
 
 @pytest.mark.parametrize("acks", ["1", "all"])
 def test_what_a_full_disk_may_have_taken_is_not_sent_anew(bench: Any, acks: str) -> None:
-    """Without idempotence not at all (rule L7), with it under the same sequence until it is known
-    (client/sender N2): here the first batch is given up meanwhile, and the second had been stored.
+    """Without idempotence it is never sent again (rule L7); with idempotence only under the same
+    sequence, until the outcome is known (client/sender N2).  Here the first batch is given up
+    meanwhile, and the second had been stored.
     """
     b = bench(acks=acks, linger_ms=0, delivery_timeout_ms=2_000, request_timeout_ms=1_000)
     b.cluster.create("t")

@@ -1,4 +1,6 @@
-"""The partitioner against vectors of the real Java client, and against itself."""
+"""The partitioner compared with vectors of the real Java client, and its two implementations with
+each other.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def test_hash_and_partition_are_those_of_the_java_client() -> None:
 
 @pytest.mark.parametrize("repeat", [1, 40])
 def test_column_hash_is_that_of_the_java_client(repeat: int) -> None:
-    """Repeated, so that both the vectorised steps and the few-long-keys exit are taken."""
+    """The keys are repeated, so that both the vectorised steps and the exit for few long keys are
+    taken.
+    """
     vectors = VECTORS * repeat
     keys = pa.array([bytes.fromhex(v["key"]) for v in vectors], pa.binary())
     assert murmur2_column(keys).astype(np.int32).tolist() == [v["murmur2"] for v in vectors]

@@ -48,7 +48,7 @@ class Bench:
         return await self.sim.spawn("client", build())
 
     def encode_slowly(self, rng: random.Random) -> list[int]:
-        """Compressing takes a while, for each batch another; how many were at it, each time."""
+        """Make the compression of each frame slow; return a list of how many ran at once."""
         at_once: list[int] = []
         running: list[Any] = []
 
@@ -84,7 +84,7 @@ class Bench:
         return future
 
     async def flush(self, timeout_ms: int) -> None:
-        """Wait until everything handed over before has an outcome.  Raises `TimeoutError`."""
+        """Wait until every record sent before has an outcome.  Raises `TimeoutError`."""
         for records in self.engine.begin_flush():
             known = asyncio.Event()
             records.call_when_known(None, known.set)
@@ -173,7 +173,7 @@ def test_a_batch_that_cannot_be_encoded_fails_alone(bench: Any) -> None:
 
 
 def test_a_lost_reply_is_answered_from_the_brokers_memory(bench: Any) -> None:
-    """Rule L4: the retry is recognised; the record is there once."""
+    """Rule L4: the retry is recognised; the record is stored once."""
     b = bench()
     b.cluster.create("t")
     verdicts = iter([APPEND, LOSE_REPLY, BREAK])
@@ -190,7 +190,7 @@ def test_a_lost_reply_is_answered_from_the_brokers_memory(bench: Any) -> None:
 
 
 def test_without_idempotence_a_lost_reply_is_outcome_unknown(bench: Any) -> None:
-    """Rule L7: never retried silently."""
+    """Rule L7: the batch is never sent again silently."""
     b = bench(enable_idempotence=False)
     b.cluster.create("t")
     verdicts = iter([LOSE_REPLY])
@@ -262,7 +262,9 @@ def test_leadership_moves_and_the_records_follow_in_order(bench: Any) -> None:
 def test_what_may_lie_below_an_unclean_leaders_log_is_not_sent_again(
     bench: Any, unclean: bool, tiered: bool, first: bool
 ) -> None:
-    """Rule T4: such a leader begins at the table's end, where no producer is known."""
+    """Rule T4: such a leader begins at the table's end, and knows no producer of earlier
+    records.
+    """
     b = bench(nodes=2, request_timeout_ms=500)
     b.cluster.configs = {"tiered": str(tiered).lower()}
     b.cluster.create("t")
@@ -309,7 +311,7 @@ def test_an_answer_that_never_comes_times_out_and_is_asked_again(bench: Any) -> 
 
 
 def test_delivery_timeout_names_the_cause_and_the_next_record_still_goes(bench: Any) -> None:
-    """The gap a timed-out batch leaves is closed by a new epoch (KIP-360)."""
+    """A new epoch closes the gap that a timed-out batch leaves (KIP-360)."""
     b = bench(request_timeout_ms=200, delivery_timeout_ms=1000)
     b.cluster.create("t")
     b.broker.on_produce = lambda log, header: BREAK
@@ -345,7 +347,7 @@ def test_no_space_is_retried_until_there_is(bench: Any) -> None:
 
 
 def test_acknowledged_loss_is_fatal_and_named(bench: Any) -> None:
-    """Rule L6: a gap behind an acknowledged batch."""
+    """Rule L6: there is a gap behind an acknowledged batch."""
     b = bench()
     b.cluster.create("t")
 
@@ -440,8 +442,8 @@ def test_a_callback_that_raises_hurts_nobody(bench: Any, caplog: Any) -> None:
 @given(seed=st.integers(0, 2**32 - 1))
 @settings(max_examples=25)
 def test_exactly_once_in_order_through_any_faults(seed: int) -> None:
-    """Lost replies, breaks, refusals, silence, moving leaders: acknowledged once, in order, nothing
-    twice.
+    """Lost replies, breaks, refusals, silence, moving leaders: every record is acknowledged once,
+    in order, and none is stored twice.
     """
     rng = random.Random(seed)
     b = Bench(
@@ -496,7 +498,7 @@ def test_exactly_once_in_order_through_any_faults(seed: int) -> None:
 
 
 def test_a_broker_that_moved_is_not_waited_for_where_it_was(bench: Any) -> None:
-    """Its old stream may stay open for ever: a host that vanished says nothing."""
+    """The old stream may stay open without an end: a host that vanished closes nothing."""
     b = bench()
     b.cluster.create("t")
     b.broker.on_produce = lambda log, header: SILENT
@@ -541,7 +543,9 @@ def test_a_leader_that_was_just_elected_is_asked_again_soon(bench: Any) -> None:
 
 
 def test_names_of_headers_are_counted_as_long_as_they_become(bench: Any) -> None:
-    """A batch that gives back more than was taken for it would leave its futures without end."""
+    """A batch that credits more bytes than were charged would leave its futures without an
+    outcome.
+    """
     b = bench()
     b.cluster.create("t", 2)
     headers = [("日" * 1_000, b"")]
@@ -566,7 +570,9 @@ def test_a_header_without_utf_8_spoils_no_other_record(bench: Any) -> None:
 def test_other_partitions_do_not_wait_behind_one_that_is_not_served(
     bench: Any, answer: str, idempotent: bool
 ) -> None:
-    """L16: refused by a full disk; or unanswered, in every frame that may be in flight."""
+    """L16: the partition is refused because of a full disk, or unanswered in every frame that may
+    be in flight.
+    """
     b = bench(enable_idempotence=idempotent, max_in_flight=5)
     b.cluster.create("t", 2)
     verdict = errors.StorageFull("no space") if answer == "refused" else SILENT

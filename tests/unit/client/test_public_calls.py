@@ -1,7 +1,7 @@
-"""Every public call against a broker that hangs, dies or answers garbage, at each of its steps.
+"""Every public call on a broker that hangs, dies or answers garbage, at each of its steps.
 
-What comes of a call is an error of `pk.errors` or a built-in that its docstring names, within the
-call's own time-out.  The calls are found by looking at the classes: a new one needs a line here.
+A call ends with an error of `pk.errors`, or a built-in that its docstring names, within its own
+time-out.  The test finds the calls in the classes: a new call needs a line here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ S = LIMIT_MS / 1000
 
 
 def sent(p: Producer) -> Any:
-    """A record, and what became of it: the sender tells within delivery_timeout_ms."""
+    """Send a record and return its outcome, which is known within delivery_timeout_ms."""
     return p.send("t", b"v").result(2 * S)
 
 
@@ -68,7 +68,7 @@ def assigned(c: Consumer, work: Callable[[], Any]) -> Any:
 
 
 def next_of(c: Consumer) -> Any:
-    """It waits for as long as the consumer is open: another thread closes it."""
+    """Iterate: this waits as long as the consumer is open, until another thread closes it."""
     c.subscribe(["t"])
     sim: SimWorld = c._thread.sim  # type: ignore[attr-defined]
     sim.loop.call_later(S, lambda: setattr(c, "_closed", True))
@@ -168,7 +168,7 @@ ADMIN: dict[str, Callable[[Any], Any]] = {
 
 
 def known(work: Callable[[Any, str], Any]) -> Callable[[Any], Any]:
-    """A call about a topic that this process has heard of: who leads it is known."""
+    """A call about a topic whose leader this process knows already."""
     return lambda c: work(c, c.topics(["t"])[0].topic_id)
 
 
@@ -213,7 +213,7 @@ def test_every_public_call_has_a_line_here(walk: str) -> None:
 
 
 def steps_of(walk: str, name: str, world: World) -> int:
-    """Make the call; returns how far its broker came."""
+    """Make the call; return how many steps its broker took."""
     _, make, calls = WALKS[walk]
     client = make()
     begun = world.sim.loop.time()

@@ -1,4 +1,4 @@
-"""Rows become records a column at a time."""
+"""Rows become records, a column at a time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROW = st.tuples(st.integers(0, 3), BYTES, BYTES, HEADERS)
 
 
 def batch_of(rows: list[Any]) -> pa.RecordBatch:
-    """Every second offset is missing."""
+    """Return a batch in which every second offset is missing."""
     return pa.RecordBatch.from_pylist(
         [
             {

@@ -1,4 +1,4 @@
-"""Serialisers, the registry's wire format, and the HTTP client against a tiny registry."""
+"""Serializers, the registry's wire format, and the HTTP client with a tiny registry."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_what_is_not_the_wire_format_is_told(data: bytes) -> None:
 
 
 class Registry(HTTPServer):
-    """Register and get, as the Confluent API answers them."""
+    """Answers register and get like the Confluent API."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)

@@ -1,4 +1,6 @@
-"""What rows are counted for: once row by row, once from two offsets a column; both must agree."""
+"""The bytes that rows count for, computed row by row and from two offsets per column; both must
+agree.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""client/waiting W1: Ctrl-C at any instruction of a wait leaves nothing locked."""
+"""client/waiting W1: Ctrl-C at any instruction of a wait leaves no lock held."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INSIDE = {__file__, waiting.__file__, threading.__file__}
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt at the n-th place where a signal's handler could run."""
+    """Raises KeyboardInterrupt at the n-th place where a signal handler could run."""
 
     def __init__(self, after: int) -> None:
         self.left = after
@@ -44,7 +44,7 @@ class Interrupt:
 
 
 def interrupted_everywhere(work: Callable[[], Any], check: Callable[[], None]) -> int:
-    """Run `work` once for each such place, interrupted there; how many there were."""
+    """Run `work` once for each such place, interrupted there; return the number of places."""
     for number in count():
         before = sys.gettrace()
         sys.settrace(Interrupt(number))

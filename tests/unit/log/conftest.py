@@ -1,4 +1,4 @@
-"""What the log's unit tests share: small batches, a small log on a simulated disk."""
+"""Shared parts of the log's unit tests: small batches, and a small log on a simulated disk."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_batch(count: int = 1, size: int = 10, **options: Any) -> bytes:
 
 
 def make_config(**given: Any) -> LogConfig:
-    """Small segments; sizes below the settings' least are fine here."""
+    """Return settings for small segments; sizes below the minimum of the settings are fine here."""
     base = LogConfig.of(settings.TOPIC.resolve({"index_interval_bytes": 300}))
     return replace(base, **{"segment_bytes": 2000, **given})
 
@@ -72,7 +72,7 @@ class Bench:
             self.append(make_batch(records, 100, **options))
 
     def values(self, start: int | None = None, max_bytes: int = 10**6) -> list[int]:
-        """Offsets served from `start` on, each batch checked."""
+        """Return the offsets that are served from `start` on; each batch is checked."""
         offset = self.log.local_log_start if start is None else start
         found: list[int] = []
         while offset < self.log.written_end:

@@ -1,4 +1,4 @@
-"""Simulated disks, the log managers that live on them one after the other, and a clock."""
+"""Simulated disks, the log managers that use them one after the other, and a clock."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONFIG = LogConfig.of(
 
 
 class FakeClock:
-    """Time stands still; who sleeps long is woken by `advance`, who sleeps for a disk at once."""
+    """Time does not pass: `advance` wakes long sleeps, and waits for a disk end at once."""
 
     def __init__(self) -> None:
         self.now_ms = 1_700_000_000_000
@@ -53,7 +53,7 @@ class FakeClock:
 
 
 class House:
-    """Some simulated disks, and one manager life after the other."""
+    """Some simulated disks, and one log manager after the other."""
 
     def __init__(self, disks: int = 1, seed: int = 0) -> None:
         self.storages = [

@@ -1,4 +1,4 @@
-"""The 64-byte header: every field, every refusal."""
+"""The 64-byte header of a batch: every field, and every refusal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RAW = b"".join(
 
 
 def damaged(at: int, kind: str, value: int, *, seal: bool = True) -> bytes:
-    """RAW with one field replaced; `seal` recomputes the checksum."""
+    """Return RAW with one field replaced; `seal` recomputes the checksum."""
     raw = bytearray(RAW)
     struct.pack_into("<" + kind, raw, at, value)
     if seal:
@@ -50,7 +50,7 @@ def test_header_says_what_was_encoded() -> None:
 
 
 def test_layout_is_the_documented_one() -> None:
-    """docs/design/0001: the offsets of the fields are the format."""
+    """docs/design/0001: the positions of the fields are part of the format."""
     patched = b"".join(batch.patched(RAW, 0x0102030405060708, 0x0A0B0C0D))
     assert patched[0:8] == bytes([8, 7, 6, 5, 4, 3, 2, 1])
     assert struct.unpack_from("<i", patched, 8) == (len(RAW),)

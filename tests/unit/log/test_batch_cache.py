@@ -1,5 +1,6 @@
-"""The ends of logs in memory (log/batch_cache.py): the bytes of the disk, or none; within
-bounds."""
+"""The ends of logs in memory (log/batch_cache.py): they return the bytes of the disk, or none, and
+stay within their bounds.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ def test_an_offset_inside_a_batch_gets_the_whole_batch(kept: Any) -> None:
 
 
 def test_nothing_at_or_above_the_bound(kept: Any) -> None:
-    """A batch that reaches over the bound is not given, nor one alone below the bytes asked for."""
+    """A batch that reaches beyond the bound is not returned, nor one that alone exceeds the
+    requested bytes.
+    """
     kept.append(raw_batch(2), raw_batch(2), raw_batch(2))
     assert read(kept, 0, bound=4).next_offset == 4
     assert read(kept, 0, bound=5).next_offset == 4
@@ -88,7 +91,7 @@ def test_only_what_was_completed_is_kept(kept: Any) -> None:
 @pytest.mark.parametrize("to", [0, 2, 3])
 @pytest.mark.parametrize("cut", ["truncate_to", "reset_to"])
 def test_a_log_that_was_cut_back_has_no_recent_end(kept: Any, cut: str, to: int) -> None:
-    """Also when it has grown again to where it was: other batches stand there now (rule R4)."""
+    """Even when the log has grown to the same end again: it holds other batches now (rule R4)."""
     for _ in range(4):
         kept.append(raw_batch(1), epoch=1)
     getattr(kept.log, cut)(to)
@@ -117,7 +120,7 @@ def test_truncating_at_the_end_keeps_it(kept: Any) -> None:
 
 
 def test_below_the_log_start_nothing_is_read(kept: Any) -> None:
-    """Deleted records stay deleted (rule T9), and what the tier answers for is the tier's."""
+    """Deleted records stay deleted (rule T9), and tiered offsets are read from the tier."""
     kept.append(raw_batch(2), raw_batch(2))
     kept.log.advance_log_start(2)
     assert read(kept, 1) is None
@@ -145,7 +148,7 @@ def test_a_retired_log_is_forgotten(kept: Any) -> None:
 
 
 def test_a_large_append_ends_the_run(bench: Make) -> None:
-    """log/batch_cache K2: what follows is not what was behind; nothing is given across the hole."""
+    """log/batch_cache K2: later batches do not adjoin earlier ones, and no read crosses the gap."""
     b = bench(segment_bytes=10**6)
     b.log.recent = BatchCache()
     b.append(raw_batch(1))
@@ -194,8 +197,9 @@ def test_of_the_logs_the_one_appended_to_longest_ago_goes(bench: Make) -> None:
 
 
 def test_it_is_held_in_memory_of_its_own(bench: Make) -> None:
-    """log/batch_cache K3: a batch is a view into a frame of megabytes; the frame must be free to
-    go."""
+    """log/batch_cache K3: a batch is a view into a frame of megabytes, whose memory must become
+    free.
+    """
     b = bench()
     b.log.recent = BatchCache()
     raw = raw_batch(1)
@@ -208,7 +212,7 @@ def test_it_is_held_in_memory_of_its_own(bench: Make) -> None:
 
 
 def test_a_followers_batch_is_copied_too(bench: Make) -> None:
-    """log/batch_cache K3: it is written as it came, in one part."""
+    """log/batch_cache K3: it is written as it arrived, in one part."""
     b = bench()
     b.log.recent = BatchCache()
     frame = bytearray(raw_batch(1))
@@ -219,7 +223,7 @@ def test_a_followers_batch_is_copied_too(bench: Make) -> None:
 
 
 def test_a_run_has_no_holes() -> None:
-    """log/batch_cache K2: an append that passed by ends the run."""
+    """log/batch_cache K2: an append that was not kept ends the run."""
 
     def plan(base: int) -> WritePlan:
         raw = raw_batch(1)

@@ -1,4 +1,6 @@
-"""Checkpoints name only what is true, also while a log changes its shape (log/manager M2)."""
+"""Checkpoints state only what is true, also while a log is truncated or begun again (log/manager
+M2).
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,9 @@ from tests.unit.log.house import CONFIG, KEY, TP, House, append, run
 
 @pytest.mark.parametrize("crash", [True, False])
 def test_a_log_start_that_is_moved_beside_a_cut_does_not_pass_the_end(crash: bool) -> None:
-    """log/manager M2: what comes to stand below it is another history's (rule R4), and would be
-    hidden."""
+    """log/manager M2: records that are appended below it later belong to another history (rule R4),
+    and would be hidden.
+    """
 
     async def main() -> None:
         house = House()

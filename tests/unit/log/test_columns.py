@@ -1,4 +1,4 @@
-"""Encoding and decoding rows: types, nulls, slices, codecs, and what is refused."""
+"""Encoding and decoding of rows: types, nulls, slices, codecs and refusals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def roundtrip(rows: pa.RecordBatch, **options: Any) -> pa.RecordBatch:
 
 
 def same_values(raw: bytes, rows: pa.RecordBatch) -> None:
-    """`values_of` says what `decode` does."""
+    """Check that `values_of` returns what `decode` does."""
     header = batch.read_header(raw)
     expected = zip(*(rows.column(name).to_pylist() for name in ("offset", "value")), strict=True)
     assert columns.values_of(raw, header, 10**7) == list(expected)

@@ -1,4 +1,4 @@
-"""Index, epochs, aborted index, checkpoints: the small pure parts of a log."""
+"""Index, epochs, aborted index and checkpoints: the small pure parts of a log."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_floor_by_position(position: int, entry: tuple[int, int]) -> None:
     ("time", "position"), [(0, 0), (50, 0), (51, 400), (70, 400), (71, 1500), (999, 1500)]
 )
 def test_floor_by_time(time: int, position: int) -> None:
-    """Everything before the position is older than the time asked for."""
+    """Every record before the position is older than the requested time."""
     assert sparse().floor_time(time) == position
 
 
@@ -117,7 +117,7 @@ def test_epoch_of_an_offset() -> None:
     ],
 )
 def test_where_an_epoch_ended(asked: int, answer: tuple[int, int]) -> None:
-    """KIP-320: the largest epoch at or below the one asked for, and its end."""
+    """KIP-320: returns the largest epoch at or below the requested one, and its end."""
     assert epochs().end_offset_for(asked, 40) == answer
 
 

@@ -1,5 +1,5 @@
-"""Many partitions created in one visit: what dying inside it leaves, what it costs, who fails alone
-(log/creation N1–N4).
+"""Many partitions created in one visit: the files that a death inside it leaves, its cost, and
+failures of single partitions (log/creation N1–N4).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FIRST = "00000000000000000000.log"
 
 
 class Clock:
-    """Time stands still; who sleeps is woken at once."""
+    """Time does not pass; every sleep ends at once."""
 
     wall_ms = monotonic_ms = staticmethod(lambda: 1_700_000_000_000)
 
@@ -40,7 +40,7 @@ class Clock:
 
 
 class House:
-    """Some simulated disks, and one manager life after the other."""
+    """Some simulated disks, and one log manager after the other."""
 
     def __init__(self, disks: int = 1, seed: int = 0) -> None:
         self.storages = [SimStorage(f"/d{n}", random.Random(seed + n)) for n in range(disks)]
@@ -50,7 +50,7 @@ class House:
         self.world = World(self.clock, no_network, random.Random(seed), lambda: f"id-{next(ids)}")
 
     async def opened(self, boot_id: str = "boot-1") -> LogManager:
-        """A life that finds nothing damaged."""
+        """Open the next log manager and check that it finds no damage."""
         manager = await self.begun(boot_id)
         assert await manager.load(lambda topic_id, tp: CONFIG) == []
         return manager
@@ -82,9 +82,10 @@ async def flushed(manager: LogManager, key: PartitionKey) -> int:
 
 
 async def died_at(point: int | None, seed: int) -> tuple[House, int]:
-    """A house whose process died in the given mutation of a creation of four; how many there are.
+    """Return a house whose process died in the given mutation while it created four partitions, and
+    how many exist.
 
-    Whatever counted as created has a flushed record when it dies.
+    Every partition that counted as created had a flushed record when the process died.
     """
     house = House(seed=seed)
     (storage,) = house.storages
@@ -104,7 +105,9 @@ async def died_at(point: int | None, seed: int) -> tuple[House, int]:
 
 
 async def grown(manager: LogManager, floor: int) -> None:
-    """All four are there, or are created now; each takes a record that is promised."""
+    """Create the partitions that are missing, so that all four exist; append a record to each and
+    flush it.
+    """
     missing = [new for new in wanted(4) if manager.get(new.key) is None]
     assert len(logs_of(await manager.create_all(missing))) == len(missing)
     for new in wanted(4):
@@ -118,8 +121,9 @@ async def grown(manager: LogManager, floor: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("power", [False, True], ids=["process death", "power loss"])
 def test_dying_anywhere_inside_leaves_no_damage_and_no_promise(power: bool, seed: int) -> None:
-    """log/creation N1, N2: the next life finds partitions or nothing, and what it promises then is
-    kept."""
+    """log/creation N1, N2: the next process finds whole partitions or none, and keeps what it
+    flushes then.
+    """
 
     async def main() -> None:
         _, total = await died_at(None, seed)
@@ -141,7 +145,7 @@ def test_dying_anywhere_inside_leaves_no_damage_and_no_promise(power: bool, seed
 
 @pytest.mark.parametrize("seed", range(20))
 def test_what_was_created_survives_a_power_loss(seed: int) -> None:
-    """The contract: a flush may promise records from the first moment on (rule L1)."""
+    """The contract: a flush may confirm records from the first moment on (rule L1)."""
 
     async def main() -> None:
         house, _ = await died_at(None, seed)
@@ -190,8 +194,9 @@ def test_the_first_flush_after_a_death_syncs_names_too() -> None:
     ],
 )
 def test_what_counts_as_unfinished(files: dict[str, bytes], left: list[str] | None) -> None:
-    """log/creation N2, rule L15: what may be a record stays, and stands in the way of a new
-    partition."""
+    """log/creation N2, rule L15: a file that may hold a record is kept, and prevents a new
+    partition of that name.
+    """
 
     async def main() -> None:
         house = House()
@@ -294,7 +299,7 @@ def test_a_visit_spreads_as_one_by_one() -> None:
 
 @pytest.mark.parametrize("step", ["make_dir", "create", "append", "rename"])
 def test_a_full_disk_stops_whom_it_hits(step: str) -> None:
-    """log/creation N3: and a second try goes on where the first one ended."""
+    """log/creation N3: a second attempt continues where the first one ended."""
 
     async def main() -> None:
         house = House()
@@ -447,7 +452,9 @@ def test_an_earlier_topic_of_the_name_goes_out_of_the_way() -> None:
 
 @pytest.mark.parametrize("power", [False, True], ids=["process death", "power loss"])
 def test_a_checkpoint_of_an_earlier_life_says_nothing_of_this_one(power: bool) -> None:
-    """log/manager M2: it came back, and died before the next checkpoint: nothing is missing."""
+    """log/manager M2: the partition was created again, and the process died before the next
+    checkpoint: nothing is missing.
+    """
 
     async def main() -> None:
         house = House()
@@ -475,7 +482,7 @@ def test_a_checkpoint_of_an_earlier_life_says_nothing_of_this_one(power: bool) -
 
 
 def test_dying_between_two_lives_is_no_damage() -> None:
-    """log/manager M2, at every point of the second creation."""
+    """log/manager M2: the process dies at every point of the second creation."""
 
     async def main() -> None:
         for point in range(40):
@@ -502,7 +509,9 @@ def test_dying_between_two_lives_is_no_damage() -> None:
 
 
 def test_a_recovery_point_of_an_earlier_life_is_not_kept() -> None:
-    """log/manager M2: it was asked for, and meanwhile the partition went and came back."""
+    """log/manager M2: a checkpoint was computed, and meanwhile the partition was deleted and
+    created again.
+    """
 
     async def main() -> None:
         house = House()

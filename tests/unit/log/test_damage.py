@@ -1,4 +1,4 @@
-"""Damaged ranges of a log with one copy: found, read around, gone past (rule L9)."""
+"""Damaged ranges of a log with one copy: found, read around, and repaired to gaps (rule L9)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNCHECKED = (*range(8), *range(12, 16))
 
 
 def flip(bench: Bench, base: int, position: int, bit: int = 4) -> None:
-    """One bit of a segment, on the disk."""
+    """Flip one bit of a segment on the disk."""
     path = f"{PATH}/{base:020}.log"
     bench.storage.rot(path, position, bit)
 
@@ -39,7 +39,7 @@ def filled(count: int = 40, records: int = 3) -> Bench:
 
 
 def places(bench: Bench) -> list[tuple[int, int, batches.Header]]:
-    """Segment, position and header of every batch."""
+    """Return segment, position and header of every batch."""
     found = []
     for facts in bench.log.segments:
         raw = Segment(bench.storage, PATH, facts.base_offset).read_at(0, facts.size)
@@ -108,7 +108,7 @@ def test_any_bit_of_several_batches_costs_those_alone(seed: int) -> None:
 @pytest.mark.parametrize("clean", [True, False])
 @pytest.mark.parametrize("field", ["body", "length", "magic"])
 def test_a_restart_serves_both_sides(clean: bool, field: str) -> None:
-    """Without `skip_damaged` it is offline; with it nothing but the range is."""
+    """Without `skip_damaged` the log is offline; with it only the range cannot be read."""
     bench = filled()
     if clean:
         bench.log.close()
@@ -130,8 +130,8 @@ def test_a_restart_serves_both_sides(clean: bool, field: str) -> None:
 @pytest.mark.parametrize("where", [0, 11, -2, -1])
 @pytest.mark.parametrize("bit", range(32))
 def test_a_flipped_length_is_no_torn_tail(where: int, bit: int) -> None:
-    """After a kill what was acknowledged may lie behind a batch that announces more bytes than the
-    file has: it is served, and no offset is given twice (recovery.py: I).
+    """After a kill, acknowledged batches may lie behind a batch that announces more bytes than the
+    file has.  They are served, and no offset is assigned twice (recovery.py: I).
     """
     bench = filled()
     base, at, header = places(bench)[where]
@@ -146,7 +146,7 @@ def test_a_flipped_length_is_no_torn_tail(where: int, bit: int) -> None:
 
 @pytest.mark.parametrize("left", [1, 63, 64, 100])
 def test_a_torn_tail_is_cut_whatever_its_records_look_like(left: int) -> None:
-    """Its first record is a copy of a batch of this very log."""
+    """The first record of the torn batch contains a copy of a batch of this very log."""
     bench = filled()
     end, (base, _, _) = bench.log.written_end, places(bench)[-1]
     copied = make_batch(3, 100)
@@ -161,7 +161,9 @@ def test_a_torn_tail_is_cut_whatever_its_records_look_like(left: int) -> None:
 
 
 def test_after_a_power_loss_a_tail_is_cut_and_not_called_damage() -> None:
-    """Recovery row G holds: above the recovery point the power may have torn what is bad."""
+    """Recovery row G: above the recovery point a power loss may have torn the batch that does not
+    match.
+    """
     bench = filled()
     base, at, header = places(bench)[-4]
     early = places(bench)[2]
@@ -274,7 +276,9 @@ def test_a_missing_segment_is_a_range() -> None:
 
 
 def test_a_repair_that_dies_on_the_way_leaves_the_old_or_the_new() -> None:
-    """log/repair B1: at each operation, and whatever of what was not SYNCED the power takes."""
+    """log/repair B1: the process dies at each operation, and the power loss takes any part of what
+    was not SYNCED.
+    """
     bench = filled()
     base, at, header = places(bench)[11]
     flip(bench, base, at + 70)
@@ -335,7 +339,9 @@ def test_survey_needs_no_index() -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_neighbours_that_are_hit_cost_themselves(seed: int) -> None:
-    """Any bit, base offset and leader epoch included, of two batches side by side; no index."""
+    """Any bit of two neighbouring batches is flipped, base offset and leader epoch included; there
+    is no index.
+    """
     rng = random.Random(seed)
     bench = Bench(segment_bytes=10**6)
     for _ in range(30):
@@ -356,8 +362,8 @@ def test_neighbours_that_are_hit_cost_themselves(seed: int) -> None:
 @pytest.mark.parametrize("where", [3, 11, 25, -2])
 @pytest.mark.parametrize("reader", ["log", "tier"])
 def test_damage_that_is_met_names_its_file_and_range(where: int, reader: str) -> None:
-    """Also where a header is hit, so that no batch says how far the range goes: operators read it
-    in `partition_offline`, `tier_failing` and `pk tier describe`.
+    """Also if a header is damaged, so that no batch states the end of the range.  Operators read
+    the range in `partition_offline`, `tier_failing` and `pk tier describe`.
     """
     bench = filled()
     base, at, header = places(bench)[where]

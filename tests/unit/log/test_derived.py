@@ -1,4 +1,4 @@
-"""What is derived of a log never says more, or less, than its records do, whatever failed."""
+"""The files derived from a log never state more, or less, than its records do, whatever failed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _by(producer: int, sequence: int) -> bytes:
 
 
 def _bench() -> Bench:
-    """Its directory has a name that lasts."""
+    """Return a bench whose directory keeps its name."""
     bench = Bench()
     bench.storage.sync_dir("")
     bench.storage.sync_dir("topics")
@@ -35,7 +35,7 @@ def _known(bench: Bench) -> dict[int, ProducerStateEntry]:
 
 
 def _told_by_records(bench: Bench) -> dict[int, ProducerStateEntry]:
-    """Who wrote, read from the records alone."""
+    """Return the producers, read from the records alone."""
     twin = Bench(copy.deepcopy(bench.storage))
     for at in loading.snapshots(twin.storage, PATH):
         twin.storage.remove(f"{PATH}/{at:020}.snapshot")
@@ -45,8 +45,9 @@ def _told_by_records(bench: Bench) -> dict[int, ProducerStateEntry]:
 
 @pytest.mark.parametrize("full", [".index", ".timeindex", "003.snapshot", "003.log"])
 def test_a_roll_that_fails_leaves_no_snapshot(full: str) -> None:
-    """log/loading O8: it knows of batches that were refused, and would have their retries for
-    duplicates."""
+    """log/loading O8: the snapshot knows batches that were refused, and their retries would be
+    taken for duplicates.
+    """
     bench = Bench()
     bench.append(_by(1, 0))
     bench.storage.fault = lambda operation, path: (
@@ -68,7 +69,7 @@ def test_a_roll_that_fails_leaves_no_snapshot(full: str) -> None:
 
 
 def test_a_snapshot_of_what_a_power_loss_took_never_comes_back() -> None:
-    """log/loading O8: other records come to stand below it, and the power goes again."""
+    """log/loading O8: other records are appended below it, and the power is lost again."""
     lost = 0
     for seed in range(150):
         rng = random.Random(seed)
@@ -92,7 +93,7 @@ def test_a_snapshot_of_what_a_power_loss_took_never_comes_back() -> None:
 
 
 def _aborted(bench: Bench) -> list[AbortedTransaction]:
-    """One transaction, which ends in the active segment."""
+    """Append one aborted transaction, which ends in the active segment."""
     raw = make_batch(3, producer_id=7, producer_epoch=0, base_sequence=0, transactional=True)
     bench.log.decide(batches.check(raw), raw, leader_epoch=0, now_ms=NOW, transactions=True)
     marker = b"".join(encode_markers([Marker(7, 1, False)], NOW))
@@ -102,7 +103,7 @@ def _aborted(bench: Bench) -> list[AbortedTransaction]:
 
 
 def test_aborted_transactions_are_known_after_a_scan() -> None:
-    """log/loading O7: of sealed segments, too; and there is an index again."""
+    """log/loading O7: this includes those of sealed segments, and an index exists again."""
     bench = Bench()
     expected = _aborted(bench)
     bench.log.roll()
@@ -118,7 +119,7 @@ def test_aborted_transactions_are_known_after_a_scan() -> None:
 
 
 def test_aborted_transactions_are_known_after_a_death_in_a_roll() -> None:
-    """An older index is as whole as the newest."""
+    """An older index looks as whole as the newest."""
     for step in range(24):
         bench = Bench()
         bench.log.checkpoint()  # an index without any
@@ -141,7 +142,7 @@ def test_aborted_transactions_are_known_after_a_death_in_a_roll() -> None:
 
 
 def test_aborted_transactions_are_known_after_a_power_loss() -> None:
-    """An older index, which had reached the disk by itself, does not stand for the newest."""
+    """An older index had reached the disk without a sync; it must not replace the newest."""
     older = 0
     for seed in range(100):
         rng = random.Random(seed)
@@ -161,8 +162,9 @@ def test_aborted_transactions_are_known_after_a_power_loss() -> None:
 
 
 def test_a_roll_that_fails_leaves_no_index() -> None:
-    """Of batches that were refused: where the power takes the next one, it would come back, cover
-    more than there is (recovery.py: D), and the aborted index drop what was committed.
+    """The index covers batches that were refused.  If the next index is lost with the power, the
+    old one would come back, cover more than the log (recovery.py: D), and its aborted transactions
+    would hide committed records.
     """
     bench = Bench()
     bench.append(make_batch(1, 100))

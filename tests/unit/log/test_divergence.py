@@ -1,6 +1,7 @@
-"""What two logs with these leader epochs say to each other (rules R4, T15; KIP-320, KIP-595).
+"""The answers about where two logs with these leader epochs diverge (rules R4, T15; KIP-320,
+KIP-595).
 
-The epochs are (1, 0), (4, 10); epoch 6 begins at 30, above the written end of 20, in some.
+The epochs are (1, 0) and (4, 10).  In some cases epoch 6 begins at 30, above the written end of 20.
 `tests/unit/server/replica/test_divergence.py` compares pairs of logs whose common prefix is known.
 """
 
@@ -88,7 +89,7 @@ def test_a_follower_below_the_known_epochs_begins_at_the_first_segment(
 def test_a_reader_goes_back_to_what_is_left(
     epochs: LeaderEpochs, last_epoch: int, offset: int, expected: EpochEnd | None
 ) -> None:
-    """KIP-320."""
+    """KIP-320: the reader continues at the end of what both logs share."""
     assert reader_divergence(epochs, 20, last_epoch, offset) == expected
 
 

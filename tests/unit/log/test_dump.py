@@ -50,7 +50,7 @@ def folder(bench: Make, tmp_path: Path) -> Path:
 
 
 def dump(path: Path, *options: str) -> tuple[int, list[dict[str, object]], str]:
-    """(exit code, objects of --json, text)."""
+    """Return (exit code, objects of --json, text)."""
     import contextlib
     import io
 
@@ -154,7 +154,7 @@ def test_other_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_a_metadata_snapshot_is_printed(tmp_path: Path) -> None:
-    """The checkpoint files of `DIR/metadata`: how many rows of each kind, or the rows."""
+    """The checkpoint files of `DIR/metadata`: the number of rows of each kind, or the rows."""
     image = MetadataImage()
     bodies = [
         wire.VotersRecord(voters=[wire.Voter(node_id=1, directory_id="d", address="c:1")]),

@@ -15,8 +15,8 @@ from tests.unit.log.house import CONFIG, KEY, TP, House, append, run
 
 @pytest.mark.parametrize("before", ["died", "closed", "lost power"])
 def test_a_full_disk_does_not_end_a_start(before: str) -> None:
-    """Retention is what makes room.  L3: without word of this process the next takes its end for a
-    power loss.
+    """Only retention makes space.  L3: no file names this process, so the next start takes its end
+    for a power loss.
     """
 
     async def main() -> None:
@@ -50,8 +50,9 @@ def test_a_full_disk_does_not_end_a_start(before: str) -> None:
 
 
 def test_a_full_disk_keeps_closed_of_what_a_checkpoint_says_too_much() -> None:
-    """log/manager M2: what comes to stand below a watermark that the power loss undid was not
-    committed."""
+    """log/manager M2: a power loss removed records below a checkpointed high watermark; records
+    appended there later were not committed.
+    """
 
     async def main() -> None:
         house = House()

@@ -1,5 +1,5 @@
-"""Whose log a directory holds: the two copies of an identity, and what becomes of a log where both
-are gone, or where the log itself is (rule L15).
+"""The identity of a log directory: its two copies, and what happens to a log if both copies, or the
+log itself, are missing (rule L15).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ async def filled(house: House) -> LogManager:
 
 
 async def begun(house: House) -> tuple[LogManager, list[errors.PkError]]:
-    """The next life, and what it could not open."""
+    """Open the next log manager; return it and the logs that it could not open."""
     manager = house.manager()
     await manager.open()
     problems = await manager.load(lambda topic_id, tp: CONFIG)
@@ -129,7 +129,7 @@ def test_a_directory_of_another_identity_is_in_the_way_unless_its_topic_was_dele
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("disks", [1, 2])
 def test_a_missing_log_is_not_begun_empty(disks: int, checkpointed: bool) -> None:
-    """The second copy says that it was there; where that is lost, a checkpoint of offsets does."""
+    """The second copy names the log; if that copy is lost too, a checkpoint of offsets names it."""
 
     async def main() -> None:
         house = House(disks=disks)

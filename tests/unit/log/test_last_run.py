@@ -1,4 +1,4 @@
-"""Rule L10: when a broker last trusted its clock, as it stands on the disk."""
+"""Rule L10: the file that says when a broker last trusted its clock."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The fingerprint of format 0: `LAYOUT` is a hash of the very bytes that this build writes.
+"""The fingerprint of format 0: `LAYOUT` is a hash of the bytes that this build writes.
 
-A sample is written that touches every file of a data directory: batches with and without keys,
+The test writes a sample that uses every file of a data directory: batches with and without keys,
 headers, nulls, gaps and wide timestamps, producers, an aborted transaction, two epochs, a roll, the
-checkpoints.  Compressed bodies are left out, their bytes are the libraries'; so are the metadata
-records' values, of which the declaration counts.
+checkpoints.  Compressed bodies are left out, because libraries produce their bytes.  So are the
+values of metadata records, of which the declaration counts.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def rows(count: int, *, rich: bool = False) -> pa.RecordBatch:
 
 
 def sample() -> list[bytes]:
-    """What producers and the broker itself append, in this order."""
+    """Append what producers and the broker itself append, in this order."""
     plain = {"default_timestamp": NOW}
     open_transaction = {**plain, "producer_id": 9, "producer_epoch": 1, "transactional": True}
     whole = [columns.encode(rows(40), **plain)]
@@ -75,7 +75,7 @@ def sample() -> list[bytes]:
 
 
 class Clock:
-    """Time stands still."""
+    """Time does not pass."""
 
     wall_ms = monotonic_ms = staticmethod(lambda: NOW)
 
@@ -84,7 +84,7 @@ class Clock:
 
 
 async def written() -> dict[str, bytes]:
-    """Every file of a directory in which the sample lies, as its process leaves it."""
+    """Return every file of the directory with the sample, as its process leaves it."""
     storage = SimStorage("d")
     no_network: Any = None
     clock: Any = Clock()
@@ -119,7 +119,7 @@ async def written() -> dict[str, bytes]:
 
 
 def declared(message: Descriptor, seen: dict[str, list[tuple[object, ...]]]) -> None:
-    """The fields of a message and of those it is made of."""
+    """Return the fields of a message and of the messages it contains."""
     if message.full_name not in seen:
         seen[message.full_name] = [
             (each.number, each.name, each.type, each.is_repeated) for each in message.fields

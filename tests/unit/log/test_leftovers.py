@@ -1,4 +1,6 @@
-"""What a lost power, a full disk or a death left beside a log never comes back over it."""
+"""Files that a power loss, a full disk or a process death left beside a log never replace its
+content.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ PATH = "topics/t-0"
 
 
 def _durable(bench: Bench) -> None:
-    """Everything is SYNCED, as a machine's own writing back may do at any time."""
+    """Make everything SYNCED, as the write-back of a machine may do at any time."""
     for name in bench.storage.names(PATH):
         bench.storage.open(f"{PATH}/{name}").sync()
     for path in ("", "topics", PATH):
@@ -34,7 +36,7 @@ def _full(bench: Bench, suffix: str) -> None:
 
 
 def _refused(bench: Bench) -> None:
-    """A batch that reaches the file, with a plan that fails behind it."""
+    """Append a batch that reaches the file, in a plan that fails behind it."""
     _full(bench, f"{bench.log.log_end + 1:020}.log")
     bench.decide(make_batch(1, 100))
     bench.log.roll()
@@ -64,8 +66,9 @@ def test_what_a_repair_cuts_no_power_loss_brings_back() -> None:
 
 @pytest.mark.parametrize("how", ["cut", "repair"])
 def test_who_finds_a_cut_half_way_makes_it_last(how: str) -> None:
-    """log/loading O9: the process dies at any write of a cut, another goes on, and the power
-    goes."""
+    """log/loading O9: the process dies at any write of a truncation, another process continues it,
+    and the power is lost.
+    """
     brought_back = points = 0
     for point in range(180):  # each several times: the last write may have been made, or not
         bench = Bench(SimStorage(rng=random.Random(point)))
@@ -101,7 +104,7 @@ def test_who_finds_a_cut_half_way_makes_it_last(how: str) -> None:
 
 
 def test_an_index_that_did_not_fit_does_not_come_back() -> None:
-    """Beside data that is trusted by then it would look like data that is missing."""
+    """Beside data that is trusted by then, the index would make data look missing."""
     bench = Bench()
     bench.append(make_batch(1, 10))
     for _ in range(2):
@@ -121,8 +124,9 @@ def test_an_index_that_did_not_fit_does_not_come_back() -> None:
 
 
 def test_aborted_transactions_that_a_power_loss_took_leave_their_index() -> None:
-    """log/loading O8: the index is SYNCED, its batches were not; what is committed there later is
-    no part."""
+    """log/loading O8: the index is SYNCED and its batches were not; records committed there later
+    are not aborted.
+    """
 
     def by(sequence: int) -> bytes:
         return make_batch(
@@ -152,7 +156,9 @@ def test_aborted_transactions_that_a_power_loss_took_leave_their_index() -> None
 
 
 def test_a_snapshot_from_below_the_first_segment_is_not_gone_by() -> None:
-    """It does not know what retention took since: a late retry would be stored again."""
+    """It does not know the batches that retention has deleted since: a late retry would be stored
+    again.
+    """
 
     def by(sequence: int) -> bytes:
         return make_batch(1, 10, producer_id=1, producer_epoch=0, base_sequence=sequence)
@@ -175,7 +181,9 @@ def test_a_snapshot_from_below_the_first_segment_is_not_gone_by() -> None:
 
 
 def test_who_dies_while_a_shortened_log_begins_anew_is_not_damaged() -> None:
-    """Retention took what was below; the log start says that nothing flushed is missing."""
+    """Retention deleted the records below; the log start shows that no flushed record is
+    missing.
+    """
     died = 0
     for point in range(60):
         bench = Bench()
@@ -202,7 +210,9 @@ def test_who_dies_while_a_shortened_log_begins_anew_is_not_damaged() -> None:
 
 
 def test_a_snapshot_for_a_beginning_that_failed_is_not_gone_by() -> None:
-    """log/loading O8: the log goes on past it, and it knows nothing of what came to stand below."""
+    """log/loading O8: the log continues past the snapshot, which does not know the records appended
+    below it.
+    """
 
     def by(sequence: int) -> bytes:
         return make_batch(1, 10, producer_id=1, producer_epoch=0, base_sequence=sequence)

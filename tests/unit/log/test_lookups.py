@@ -1,4 +1,4 @@
-"""Look-ups by time, by epoch and by index at the edges: of the log, of a batch, of a cut."""
+"""Look-ups by time, by epoch and by index at the edges of a log, of a batch and of a truncation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def _newest(bench: Bench, bound: int) -> tuple[int, int] | None:
 
 
 def test_the_newest_record_is_one_that_is_there() -> None:
-    """What a segment's extent knows may be of a record that was deleted, or is not committed."""
+    """The largest timestamp in a segment's extent may be of a record that was deleted, or is not
+    committed.
+    """
     bench = Bench()
     _stamped(bench, 9, 5, 7, 7, 6, 8)
     assert [_newest(bench, bound) for bound in (6, 5, 1, 0)] == [(0, 9), (0, 9), (0, 9), None]
@@ -49,7 +51,7 @@ def test_the_newest_record_may_stand_in_a_batch_that_was_deleted_in_part() -> No
 
 @pytest.mark.parametrize("part", ["timestamps", "lengths"])
 def test_a_look_up_by_time_believes_no_damaged_batch(part: str) -> None:
-    """Rule L9: rot in the timestamps would give another offset, elsewhere blame the client."""
+    """Rule L9: damaged timestamps would give another offset, or blame the client elsewhere."""
     bench = Bench()
     bench.append(make_batch(2, 10, timestamps=[NOW + 4, NOW + 6]))
     bench.storage.rot(f"{PATH}/{0:020}.log", 64 if part == "timestamps" else 72, 1)
@@ -61,8 +63,9 @@ def test_a_look_up_by_time_believes_no_damaged_batch(part: str) -> None:
 
 
 def test_an_epoch_whose_first_batch_is_cut_in_its_middle_is_forgotten() -> None:
-    """log/loading O4, without a restart in between: who fetches on says which epoch its last record
-    has."""
+    """log/loading O4, without a restart in between: a follower that continues names the epoch of
+    its last record.
+    """
     bench = Bench()
     bench.append(make_batch(5), epoch=0)
     bench.append(make_batch(5), epoch=3)
@@ -73,7 +76,7 @@ def test_an_epoch_whose_first_batch_is_cut_in_its_middle_is_forgotten() -> None:
 
 
 def test_who_loads_an_index_beside_another_counts_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the cache believes itself full for ever, and keeps one index."""
+    """Otherwise the cache would count itself full, and keep a single index from then on."""
     bench = Bench(index_interval_bytes=1, segment_bytes=500)
     bench.fill(12)
     first, second, third = bench.log._local.segments[:3]

@@ -1,4 +1,6 @@
-"""Data directories: identity, lock, loading, checkpoints, deletion, and what fails alone."""
+"""Data directories: identity, lock, loading, checkpoints, deletion, and failures of single
+directories.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,9 @@ def test_other_peoples_directories(
 
 @pytest.mark.parametrize("layout", ["0123456789abcdef", None])
 def test_format_0_is_read_by_builds_that_write_the_same_bytes_only(layout: str | None) -> None:
-    """Another version is no other format, and the same version no proof of the same one."""
+    """Another build number does not mean another format, and the same number does not prove the
+    same format.
+    """
 
     async def main() -> None:
         house = House()
@@ -233,7 +237,7 @@ def test_a_directory_that_cannot_be_opened_is_kept_as_failed() -> None:
 
 
 def test_a_life_that_ends_before_its_repairs_leaves_no_word_of_its_boot() -> None:
-    """Rule L3: the next one must not take what the power loss took for damage."""
+    """Rule L3: the next process must not take the effects of a power loss for damage."""
 
     async def main() -> None:
         house = House()
@@ -251,8 +255,8 @@ def test_a_life_that_ends_before_its_repairs_leaves_no_word_of_its_boot() -> Non
 
 @pytest.mark.parametrize("end", ["killed", "registered and killed", "closed", "made up for"])
 def test_a_tail_that_could_not_be_cut_yet_is_torn_to_the_next_life_too(end: str) -> None:
-    """Rule L9: the disk was full after a power loss.  The next life, in the same boot, must not
-    take for damage what the power loss took.
+    """Rule L9: the disk was full after a power loss.  The next process in the same boot must not
+    take the effects of the power loss for damage.
     """
 
     async def main() -> None:
@@ -292,7 +296,9 @@ def test_a_tail_that_could_not_be_cut_yet_is_torn_to_the_next_life_too(end: str)
 
 @pytest.mark.parametrize("loaded", [False, True])
 def test_who_never_registered_cannot_vouch_for_an_earlier_loss(loaded: bool) -> None:
-    """Rule L3: the controller has not heard of the power loss; a clean file would hide it."""
+    """Rule L3: the controller does not know of the power loss; a clean-shutdown file would
+    hide it.
+    """
 
     async def main() -> None:
         house = House()
@@ -388,8 +394,8 @@ def test_an_unfinished_creation_is_removed() -> None:
 
 
 def test_checkpoints_name_only_what_is_true() -> None:
-    """log/manager M2: after a power loss right behind a checkpoint everything below the recovery
-    point is there.
+    """log/manager M2: after a power loss right after a checkpoint, everything below the recovery
+    point exists.
     """
 
     async def main() -> None:
@@ -456,7 +462,9 @@ def test_log_starts_are_durable_before_the_rows_go() -> None:
 
 
 def test_a_log_start_is_seen_once_it_is_durable() -> None:
-    """Rule T9: a full disk moves nothing, and a checkpoint meanwhile takes nothing back."""
+    """Rule T9: a full disk moves no log start, and a checkpoint written meanwhile moves none
+    back.
+    """
 
     async def main() -> None:
         house = House()
@@ -509,7 +517,9 @@ def test_silent_producers_are_forgotten() -> None:
 
 
 def test_a_recovery_point_found_before_a_cut_is_not_kept() -> None:
-    """log/manager M2: it would promise what is cut, and the next opening take that for damage."""
+    """log/manager M2: it would cover truncated records, and the next opening would take their
+    absence for damage.
+    """
 
     async def main() -> None:
         house = House()

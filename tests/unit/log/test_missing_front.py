@@ -1,4 +1,4 @@
-"""The first segments of a log are gone: the range is known, the rest is served (rule L9)."""
+"""The first segments of a log are missing: the range is known, and the rest is served (rule L9)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONFIG_OF_A_DAY = replace(CONFIG, retention_ms=DAY_MS)
 
 
 async def filled(house: House, count: int = 60) -> LogManager:
-    """A log of some segments, checkpointed."""
+    """Return a log of some segments, checkpointed."""
     manager = await house.opened()
     await manager.create(TP, "tid", CONFIG)
     for _ in range(count // 10):
@@ -44,7 +44,7 @@ def bases(house: House) -> list[int]:
 
 
 def lose(house: House, count: int) -> int:
-    """Remove the first segments; where the log begins then."""
+    """Remove the first segments; return where the log begins then."""
     found = bases(house)
     for base in found[:count]:
         house.storages[0].remove(f"{PATH}/{base:020}{LOG}")
@@ -69,7 +69,9 @@ def readable(log: PartitionLog, offset: int) -> bool:
 def test_what_is_missing_in_front_is_a_damaged_range(
     clean: bool, count: int, log_start: int
 ) -> None:
-    """Its end is the first segment that is there; it lasts over restarts until it is repaired."""
+    """The range ends at the first remaining segment; it stays known over restarts until it is
+    repaired.
+    """
 
     async def main() -> None:
         house = House()
@@ -125,7 +127,7 @@ def test_repair_needs_no_start_of_the_broker() -> None:
 
 
 def test_a_log_without_any_segment_is_repaired_up_to_where_it_ended() -> None:
-    """It is offline until then: everything that was flushed is missing."""
+    """Until then it is offline: everything that was flushed is missing."""
 
     async def main() -> None:
         house = House()
@@ -149,7 +151,7 @@ def test_a_log_without_any_segment_is_repaired_up_to_where_it_ended() -> None:
 
 
 def test_a_later_part_of_what_is_missing_may_be_all_that_is_lost() -> None:
-    """The table has the rest (server/replica/corruption.py)."""
+    """The table has the other records (server/replica/corruption.py)."""
 
     async def main() -> None:
         house = House()
@@ -165,7 +167,7 @@ def test_a_later_part_of_what_is_missing_may_be_all_that_is_lost() -> None:
 
 
 def test_retention_passes_the_range_with_what_is_behind_it() -> None:
-    """It is at least as old; else nothing would ever leave the disk again."""
+    """The range is at least as old; otherwise no later record would ever be deleted."""
 
     async def main() -> None:
         house = House()
@@ -205,7 +207,7 @@ def test_without_its_checkpoints_nothing_is_called_missing(lost: str) -> None:
 @pytest.mark.parametrize("power", [False, True])
 @pytest.mark.parametrize("story", ["dropped", "begun anew"])
 def test_a_log_that_was_made_shorter_in_front_misses_nothing(story: str, power: bool) -> None:
-    """Wherever the process dies: the checkpoint is SYNCED before the first segment goes."""
+    """Wherever the process dies: the checkpoint is SYNCED before the first segment is removed."""
 
     async def dropped(manager: LogManager) -> None:
         log = of(manager)

@@ -1,4 +1,4 @@
-"""The life of a partition log on a simulated disk: truncation, retention, opening again."""
+"""The life of a partition log on a simulated disk: truncation, retention, opening."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_truncation(bench: Make, offset: int) -> None:
 
 
 def test_producers_read_back_after_a_truncation_do_not_expire(bench: Make) -> None:
-    """L6: what was heard of them a moment ago still counts, else a retry is stored twice."""
+    """L6: the time of their last batch still counts; otherwise a retry is stored twice."""
     b = bench()
     for number in range(3):
         b.append(produced(number))
@@ -65,7 +65,9 @@ def test_producers_read_back_after_a_truncation_do_not_expire(bench: Make) -> No
 def test_what_the_loop_says_is_synced_is_not_unsaid_by_the_lane(
     bench: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a follower confirms too little until the next append, for which a producer may wait."""
+    """Otherwise a follower confirms too little until the next append, and a producer may wait for
+    it.
+    """
     b = bench(flush_messages=1)
     b.append(produced(0))
     others = iter([1])
@@ -92,7 +94,7 @@ def test_what_the_loop_says_is_synced_is_not_unsaid_by_the_lane(
 
 
 def test_a_truncation_to_where_the_local_log_begins_keeps_what_the_tier_has(bench: Make) -> None:
-    """Rules R4, T1: the log starts where it did, though nothing of it is local any more."""
+    """Rules R4, T1: the log start stays, although no record of the log is local any more."""
     b = bench()
     b.log.reset_to(100)
     b.log.log_start = 40
@@ -104,8 +106,8 @@ def test_a_truncation_to_where_the_local_log_begins_keeps_what_the_tier_has(benc
 
 
 def test_a_truncation_to_where_the_local_log_begins_keeps_the_producers(bench: Make) -> None:
-    """Rule R5: what the leader gave along with the beginning, of records that are not local; else
-    a retry is stored twice when this replica leads.
+    """Rule R5: the leader sent the producers of records that are not local.  Without them a retry
+    is stored twice when this replica leads.
     """
     b = bench()
     b.append(produced(0))
@@ -159,7 +161,7 @@ def test_dropped_segments_serve_whoever_is_at_them(bench: Make) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_dropped_segments_do_not_come_back_below_a_recovery_point(bench: Make, seed: int) -> None:
-    """Rules L1, L9: the power goes after a checkpoint that counts on their being gone."""
+    """Rules L1, L9: the power is lost after a checkpoint that counts them as removed."""
     b = bench(segment_bytes=400, retention_bytes=0)
     for parent in ("topics", ""):
         b.storage.sync_dir(parent)
@@ -208,7 +210,7 @@ def test_a_recovery_point_waits_for_what_a_full_disk_kept(bench: Make, how: str,
 
 
 def test_what_a_full_disk_kept_goes_with_the_next_checkpoint(bench: Make) -> None:
-    """log/writing W2: its room is what the disk lacks."""
+    """log/writing W2: the disk lacks the very space that these segments take."""
     b = bench(segment_bytes=400, retention_bytes=0)
     b.fill(10)
     rename, _ = b.log.drop_segments(b.log.retention_plan(NOW))
@@ -337,8 +339,7 @@ def test_the_config_may_change_while_running(bench: Make) -> None:
 
 
 def test_a_log_that_lost_its_end_never_gives_an_offset_twice(bench: Make) -> None:
-    """log/loading O2: records were deleted up to 8, then the power went and took the unsynced
-    tail."""
+    """log/loading O2: records were deleted up to 8; then a power loss took the unsynced tail."""
     b = bench()
     b.fill(5)
     b.log.flush()
@@ -359,8 +360,8 @@ def test_a_log_that_lost_its_end_never_gives_an_offset_twice(bench: Make) -> Non
 def test_a_producers_batch_that_rotted_is_reported_when_its_state_is_read(
     bench: Make, field: str, number: int
 ) -> None:
-    """L9: below the recovery point, where no checksum is looked at otherwise.  Else the producer's
-    next batch is refused for ever, or a retry is stored twice.
+    """L9: no other code checks checksums below the recovery point.  Otherwise the producer's next
+    batch would be refused without an end, or a retry stored twice.
     """
     b = bench()
     for sequence in range(3):
@@ -379,7 +380,7 @@ def test_a_producers_batch_that_rotted_is_reported_when_its_state_is_read(
 
 @pytest.mark.parametrize("number", [0, 2])
 def test_a_leader_epoch_that_rotted_does_not_fence_who_leads_next(bench: Make, number: int) -> None:
-    """L9, log/loading O6: no checksum covers it, but the epochs' own file does."""
+    """L9, log/loading O6: no checksum covers a batch's epoch, but one covers the file of epochs."""
     b = bench()
     b.append(raw_batch())
     b.append(raw_batch(), epoch=4)
@@ -401,7 +402,9 @@ def test_a_leader_epoch_that_rotted_does_not_fence_who_leads_next(bench: Make, n
 
 @pytest.mark.parametrize("epoch", [0, 900], ids=["older", "newer"])
 def test_an_epoch_that_rotted_is_damage_where_a_reader_begins(bench: Make, epoch: int) -> None:
-    """L9: no checksum covers it; a follower that refuses it asks again from there."""
+    """L9: no checksum covers the epoch; a follower that refuses the batch fetches from there
+    again.
+    """
     b = bench()
     for _ in range(3):
         b.append(raw_batch(), epoch=4)
@@ -415,7 +418,7 @@ def test_an_epoch_that_rotted_is_damage_where_a_reader_begins(bench: Make, epoch
 
 
 def test_a_follower_takes_no_epoch_beyond_its_leaders(bench: Make) -> None:
-    """It would fence every leader to come."""
+    """Such an epoch would fence every later leader."""
     b = bench()
     rotted = b"".join(batches.patched(raw_batch(), 0, 900))
     with pytest.raises(errors.CorruptBatch, match="epoch 900, 4 leads"):

@@ -63,7 +63,7 @@ def test_bytes_travel_unchanged(bench: Make) -> None:
 
 
 def test_a_duplicate_gets_the_first_answer(bench: Make) -> None:
-    """Also while the first is still on its way to the disk (rule L4)."""
+    """Also while the original is still being written (rule L4)."""
     b = bench()
     first = b.decide(produced(0, 2))
     assert b.decide(produced(0, 2)) == Duplicate(first.base_offset, first.last_offset)
@@ -188,7 +188,7 @@ def test_a_failed_write_undoes_everything_decided_since(bench: Make) -> None:
 
 
 def test_a_write_that_fails_in_the_middle_leaves_nothing(bench: Make) -> None:
-    """The first segment of a plan was written, the roll into the next one failed."""
+    """The first segment of a plan was written, and the roll to the next one failed."""
     b = bench(segment_bytes=400)
     b.append(raw_batch())
     b.storage.fault = lambda op, path: (
@@ -276,8 +276,9 @@ def test_sealed_segments_are_flushed_beside_the_writer(bench: Make) -> None:
 
 @pytest.mark.parametrize("retired", [False, True])
 def test_a_deleted_log_may_still_be_flushed(bench: Make, retired: bool) -> None:
-    """log/manager M3: it is renamed beside a checkpoint that is under way; a living one must be
-    there."""
+    """log/manager M3: the directory is renamed while a checkpoint flushes it; the files of a live
+    log must exist.
+    """
     b = bench(segment_bytes=300)
     b.fill(4)
     if retired:
@@ -484,8 +485,8 @@ def test_offset_for_time(bench: Make) -> None:
 
 
 def test_time_search_with_late_records(bench: Make) -> None:
-    """Timestamps need not grow: the first offset with a timestamp at least as large, in offset
-    order.
+    """Timestamps need not grow: the result is the first offset, in offset order, with a timestamp
+    at least as large.
     """
     b = bench(segment_bytes=500)
     stamps = [50, 10, 90, 20, 30, 100, 40, 5]

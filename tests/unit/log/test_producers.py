@@ -42,7 +42,7 @@ def test_the_newest_append_is_known_while_another_thread_forgets_producers() -> 
         state.apply(head(producer_id=number), 10 + number, 5)
 
     class Expiring:
-        """When it is looked at, the loop has just forgotten another."""
+        """A dictionary: while one producer is looked up, the loop has just removed another one."""
 
         @property
         def last_ms(self) -> int:
@@ -105,7 +105,7 @@ def test_one_control_batch_ends_many() -> None:
 
 
 def test_a_marker_for_a_stranger_fences_it() -> None:
-    """Rule X6: the end marker goes also where nothing was written."""
+    """Rule X6: the end marker is also written to partitions without records of the transaction."""
     state = Producers()
     state.apply(CONTROL, 9, 0, [Marker(5, 3, False)])
     five = state.get(5)

@@ -1,4 +1,4 @@
-"""The tier process's view of a log that moves under it."""
+"""The tier process's view of a log that changes while it is read."""
 
 from __future__ import annotations
 

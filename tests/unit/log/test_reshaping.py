@@ -24,7 +24,9 @@ from tests.unit.log.house import CONFIG, KEY, TP, House, append, run
 
 
 def _fails_behind_a_roll(bench: Bench) -> None:
-    """The new segment is on the disk with a batch, the plan that began it is undone."""
+    """Return a log whose new segment is on the disk with a batch, while the plan that began it is
+    undone.
+    """
     roll = bench.log.segment_count
     bench.log.roll()
     bench.decide(make_batch(3, 100))
@@ -49,7 +51,7 @@ def test_a_cut_carries_out_the_repair_that_is_due() -> None:
 
 
 def test_a_new_beginning_carries_out_the_repair_that_is_due() -> None:
-    """Else what was undone is the new log."""
+    """Otherwise the undone records would be the new log."""
     bench = Bench()
     bench.fill(8)
     _fails_behind_a_roll(bench)
@@ -58,7 +60,7 @@ def test_a_new_beginning_carries_out_the_repair_that_is_due() -> None:
 
 
 def test_sealed_segments_are_flushed_beside_a_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was flushed and cut is not there any more."""
+    """A segment that is truncated after its flush does not count any more."""
     bench = Bench()
     bench.fill(30)
     assert bench.log.segment_count > 2
@@ -78,8 +80,8 @@ def test_sealed_segments_are_flushed_beside_a_cut(monkeypatch: pytest.MonkeyPatc
 def test_a_cut_between_a_flush_of_sealed_segments_and_its_checkpoint(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The flush runs beside the lane: at whatever step of it a cut comes, what it reached does not
-    count, or the next opening would miss what was cut.
+    """The flush runs beside the lane.  At whatever step a truncation comes, the end that the flush
+    reached does not count; otherwise the next opening would miss truncated records.
     """
     bench = Bench()
     bench.fill(30)
@@ -105,7 +107,7 @@ def test_a_cut_between_a_flush_of_sealed_segments_and_its_checkpoint(
 
 @pytest.mark.parametrize("behind", [0, 4])
 def test_dying_while_it_begins_anew_where_it_ended_does_not_shorten_it(behind: int) -> None:
-    """Rule R5 for a member of the ISR: it may lead next, and no offset is given twice."""
+    """Rule R5 for a member of the ISR: it may lead next, and no offset is assigned twice."""
     for at in range(200):
         bench = Bench()
         bench.fill(30)
@@ -151,8 +153,8 @@ async def _begun_anew(step: int, power: bool, filled: int, given: bytes) -> tupl
 @pytest.mark.parametrize("filled", [10, 30])
 @pytest.mark.parametrize("power", [False, True])
 def test_who_dies_while_it_begins_anew_has_nothing_below_it(power: bool, filled: int) -> None:
-    """Rule R5: a log start below the first segment promises records that no tier has; and a log
-    that begins there knows the producers, for its leader takes it for one that agrees.
+    """Rule R5: a log start below the first segment would promise records that no tier has.  A log
+    that begins there knows the producers, because its leader takes it for a log that agrees.
     """
     given = _written_by_one(20).producers.snapshot(20)
 
@@ -196,7 +198,7 @@ def test_who_began_anew_where_it_was_told_is_not_blank(clean: bool) -> None:
 
 
 def test_a_cut_syncs_the_sealed_segments_it_keeps() -> None:
-    """Rule L1: the synced end covers them, and with it the next recovery point."""
+    """Rule L1: the synced end covers them, and so does the next recovery point."""
     bench = Bench()
     bench.fill(30)
     sealed = [segment.path() for segment in bench.log._local.segments[:-1]]
@@ -213,8 +215,8 @@ def test_a_cut_syncs_the_sealed_segments_it_keeps() -> None:
 
 @pytest.mark.parametrize("dies", [True, False])
 def test_an_epoch_whose_first_batch_was_not_stored_does_not_come_back(dies: bool) -> None:
-    """Its file is SYNCED before that batch is written; records of an older epoch, of another
-    leader's log, may come to stand above where it began (KIP-101).
+    """The file of epochs is SYNCED before that batch is written.  Records of an older epoch, from
+    another leader's log, may be appended above the start of the epoch (KIP-101).
     """
     bench = Bench()
     bench.fill(3)
@@ -240,7 +242,7 @@ def test_an_epoch_whose_first_batch_was_not_stored_does_not_come_back(dies: bool
 
 @pytest.mark.parametrize("begins", [0, 30])
 def test_dying_while_it_begins_anew_where_it_ended_forgets_no_producers(begins: int) -> None:
-    """Rule R5: it may lead next, and a retry is stored once."""
+    """Rule R5: the replica may lead next, and a retry is stored once."""
     for at in range(200):
         bench, given = Bench(), _written_by_one(30).producers.snapshot(30)
         if begins:
@@ -339,7 +341,7 @@ def _facts(log: PartitionLog) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("end", [12, 45, 60])  # 60: the log starts again
 def test_a_log_that_was_left_half_way_is_opened_once_there_is_room(end: int) -> None:
-    """As a start of the process would, and no sooner; then it is as good as any other."""
+    """It is opened as at a start of the process, and not earlier; then it is an ordinary log."""
 
     async def attempt(step: int, later: int) -> bool | None:
         """The disk is full from an operation on, in the second try from a later one.  Whether that
@@ -407,8 +409,8 @@ def test_a_log_that_was_left_half_way_is_opened_once_there_is_room(end: int) -> 
 
 
 def test_a_log_begun_anew_has_its_start_at_once() -> None:
-    """Rule T9: a checkpoint that is written just then, or at the end of a broker that stops on the
-    way, would have it begin where the local log does: its tier's records below would be deleted.
+    """Rule T9: a checkpoint that is written just then, or when the broker stops, would otherwise
+    give the start of the local log as the log start, and the tier's records below would be deleted.
     """
 
     async def main() -> None:
@@ -438,7 +440,9 @@ def test_a_log_begun_anew_has_its_start_at_once() -> None:
 @pytest.mark.parametrize("then", ["drop", "cut", "anew"])
 @pytest.mark.parametrize("at", ["rename", "remove"])
 def test_what_a_full_disk_kept_of_dropped_segments_leaves_no_hole(at: str, then: str) -> None:
-    """A name in a full directory takes a block, too: older segments go before later ones."""
+    """In a full directory a new name takes a block, too: older segments are renamed before later
+    ones.
+    """
     bench = Bench()
     bench.fill(40, records=3)
     log = bench.log
@@ -472,8 +476,8 @@ def test_what_a_full_disk_kept_of_dropped_segments_leaves_no_hole(at: str, then:
 
 @pytest.mark.parametrize("died", [False, True])
 def test_a_log_that_was_left_without_a_segment_is_not_damaged(died: bool) -> None:
-    """log/manager M2: it was given up; neither a start nor what opens it once there is room misses
-    what was flushed of it.
+    """log/manager M2: its records were given up, so neither a start nor a later opening takes
+    flushed records for missing.
     """
 
     async def main() -> None:

@@ -17,7 +17,7 @@ from tests.unit.log.house import CONFIG, KEY, TP, House, append, run
 
 
 def test_strays_are_renamed_and_removed_later() -> None:
-    """Rule Q2: a partition that the metadata does not know."""
+    """Rule Q2: a partition that the metadata do not know."""
 
     async def main() -> None:
         house = House()
@@ -91,8 +91,9 @@ def test_a_stray_that_is_known_later_goes_on_where_it_stands(power: bool, seed: 
 
 @pytest.mark.parametrize("turns", [0, 12, 16, 20, 24, 40])
 def test_a_new_life_that_takes_the_place_of_a_stray_is_not_taken_for_it(turns: int) -> None:
-    """log/strays Y3: its creation is tried again beside the strays' end, for want of space before,
-    say."""
+    """log/strays Y3: the new topic's creation is tried again while the strays are discarded, for
+    example because there was no space before.
+    """
 
     async def main() -> None:
         house = House()
@@ -125,7 +126,7 @@ def test_a_new_life_that_takes_the_place_of_a_stray_is_not_taken_for_it(turns: i
 
 
 def test_a_stray_in_a_directory_that_failed_since_does_not_begin_anew() -> None:
-    """log/creation N5: its records are there."""
+    """log/creation N5: its records are in the failed directory."""
 
     async def main() -> None:
         house = House(disks=2)
@@ -147,7 +148,9 @@ def test_a_stray_in_a_directory_that_failed_since_does_not_begin_anew() -> None:
 
 
 def test_a_stray_that_cannot_be_opened_yet_is_tried_again_where_it_stands() -> None:
-    """Rule Q2: a full disk; anywhere else it would begin without its records, and be the one."""
+    """Rule Q2: the disk is full.  In another directory it would begin without its records, and
+    count as the partition.
+    """
 
     async def attempt(step: int) -> bool:
         """The disk is full in that operation and those after it.  False if there are no more."""
@@ -199,7 +202,7 @@ def test_a_stray_that_cannot_be_opened_yet_is_tried_again_where_it_stands() -> N
 
 
 def test_what_could_not_be_opened_at_the_start_is_not_made_anew_elsewhere() -> None:
-    """A full disk, again: the records are there."""
+    """The disk is full again: the records are in this directory."""
 
     async def main() -> None:
         house = House(disks=2)
@@ -232,7 +235,7 @@ def test_what_could_not_be_opened_at_the_start_is_not_made_anew_elsewhere() -> N
 
 
 def test_whose_identity_is_damaged_is_not_made_anew_elsewhere() -> None:
-    """Rule L9: who it is cannot be read, but its name is there."""
+    """Rule L9: the identity cannot be read, but the directory's name is known."""
 
     async def main() -> None:
         house = House(disks=2)
@@ -256,7 +259,9 @@ def test_whose_identity_is_damaged_is_not_made_anew_elsewhere() -> None:
 
 
 def test_what_could_not_be_opened_is_not_made_anew_once_its_directory_has_failed() -> None:
-    """log/creation N5: it was tried again while its disk was full, and then the disk was gone."""
+    """log/creation N5: opening was tried again while the disk was full, and then the disk
+    failed.
+    """
 
     async def main() -> None:
         house = House(disks=2)
@@ -289,7 +294,9 @@ def test_what_could_not_be_opened_is_not_made_anew_once_its_directory_has_failed
 
 @pytest.mark.parametrize("older", [0, 1])
 def test_an_earlier_life_elsewhere_does_not_draw_a_partition_away(older: int) -> None:
-    """log/creation N5, L8: a directory that was taken out and is back has one of the same name."""
+    """log/creation N5, L8: a directory that was taken out and put back has a log of the same
+    name.
+    """
 
     async def main() -> None:
         house = House(disks=2)
@@ -319,7 +326,7 @@ def test_an_earlier_life_elsewhere_does_not_draw_a_partition_away(older: int) ->
 def test_strays_that_are_known_together_cost_one_checkpoint(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """log/creation N4: each of some thousands would wait for a look at all the others."""
+    """log/creation N4: otherwise each of some thousand strays would wait for all the others."""
 
     async def main() -> None:
         house = House()

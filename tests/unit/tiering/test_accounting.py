@@ -1,4 +1,4 @@
-"""Where rows that another engine took may be missing (rule T17)."""
+"""Where rows that another engine removed may be missing (rule T17)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pk.types import NONE
 
 
 def copied(start: int, end: int) -> DataFile:
-    """A file of the copier's."""
+    """Return a file made by the copier."""
     path = data_path(DataName(0, start, end, 0, "a" * 8, 0, 0))
     return DataFile(path, 0, start, end - 1, 0, 0, end - start, 100)
 
 
 def rewritten(low: int, high: int, rows: int) -> DataFile:
-    """A file of another engine's with the bounds `[low, high]`."""
+    """Return a file made by another engine, with the bounds `[low, high]`."""
     return DataFile(f"partition=0/part-{low}-{high}.parquet", 0, low, high, 0, 0, rows, 100)
 
 
@@ -46,6 +46,6 @@ def test_no_row_is_missing_below_the_first(files: list[DataFile], first: int) ->
 
 
 def test_what_left_with_retention_is_not_missing() -> None:
-    """tiering/accounting N1, N4: the first file straddles `:start`."""
+    """tiering/accounting N1, N4: the first file has rows below and above `:start`."""
     assert accounting.first_missing(table([copied(5, 20), copied(20, 40)], start=10), 0) == NONE
     assert accounting.first_missing(table([copied(5, 20), copied(30, 40)], start=10), 0) == 20

@@ -1,4 +1,6 @@
-"""Log batches → file → log batches: the same rows, nothing aborted, no marker (rules T10, T12)."""
+"""Log batches → file → log batches: the same rows, without aborted ones and markers (rules T10,
+T12).
+"""
 
 from __future__ import annotations
 
@@ -131,8 +133,9 @@ def test_ranges_cut_batches_at_both_ends() -> None:
 
 
 def test_row_groups_are_bounded_by_rows_and_bytes() -> None:
-    """tiering/convert F3; and every group tells its offsets, so that a cold read needs one of
-    them."""
+    """tiering/convert F3; every row group also states its offsets, so that a cold read needs only
+    one of them.
+    """
     small = [plain(9_000, i * 9_000) for i in range(5)]
     built = convert.build_file(
         [memoryview(each) for each in small],
@@ -185,7 +188,9 @@ def test_many_small_batches_make_one_row_group() -> None:
 
 
 def test_a_sink_takes_one_file_after_another() -> None:
-    """A smaller file after a larger one holds nothing of it; both are what a fresh buffer gets."""
+    """A smaller file after a larger one contains nothing of it; both equal the files that a fresh
+    buffer gives.
+    """
     value = np.random.default_rng(1).bytes(1 << 20)
     buffers = [
         [encode([(1, b"k", value, [])] * 5, 0)],
@@ -230,7 +235,8 @@ def test_a_sink_that_is_too_small_says_so_and_grows() -> None:
 
 def test_runs_of_batches_are_what_the_batches_are() -> None:
     """log/batch_decoder D1, with gaps, both widths of timestamps, batches with and without keys,
-    and odd ones."""
+    and unusual ones.
+    """
     wide = [(2**41 * (i % 2), b"k%d" % i, b"w%d" % i, []) for i in range(5)]
     sparse = row_groups.canonical(build(plain(9, 40))).take(pa.array([0, 3, 8]))
     batches = [
@@ -302,7 +308,7 @@ def test_gaps_wider_than_a_batch_can_say_split_it() -> None:
 
 
 def test_foreign_files_come_in_our_columns() -> None:
-    """Outside maintenance may write other types, and an order of its own."""
+    """Outside maintenance may write other types, and another order of columns."""
     table = build(plain(4, 0))
     value = table.column("value").cast(pa.large_binary())
     foreign = table.drop_columns("value").append_column("value", value)
@@ -334,7 +340,9 @@ def test_a_damaged_batch_is_never_copied() -> None:
 
 
 def test_no_bit_of_a_header_may_hide_a_batch_from_the_table() -> None:
-    """Rule L9: one that says it is a marker, or empty, or below the start."""
+    """Rule L9: a damaged header may claim a marker, an empty batch, or an offset below the
+    start.
+    """
     good = plain(2, 3)
     for position in range(log_batch.CRC_START, log_batch.HEADER_BYTES):
         for bit in range(8):

@@ -1,4 +1,6 @@
-"""One partition's copier, step by step: what is due when, and what may be dropped (rules T1–T6)."""
+"""One partition's copier, step by step: which range is due when, and what may be dropped (rules
+T1–T6).
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,7 @@ class Driver:
 
 
 def damaged_file() -> DamagedFile:
-    """[0, 100) of the table, 100 rows whose sum is 7."""
+    """Return the damaged file of [0, 100), with 100 rows whose sum is 7."""
     name = layout.data_path(layout.DataName(0, 0, 100, 0, "x", 0, 7))
     file = DataFile(name, 0, 0, 99, 0, 0, 100, 5)
     return DamagedFile(file, damaged("memory://t", file, 0, "it is not in the store"))
@@ -95,8 +97,9 @@ def test_bytes_make_a_range_due() -> None:
 
 
 def test_age_counts_from_when_data_was_first_seen() -> None:
-    """Each record is tiered at the latest max_lag after it became stable, not after the last one
-    did."""
+    """Each record is tiered at the latest max_lag after it became stable, not after the last record
+    did.
+    """
     it = Driver().table(0).view(10)
     for now_ms in range(5, 100, 5):
         it.now_ms = now_ms
@@ -198,7 +201,7 @@ def test_a_lost_file_is_replaced_by_all_of_its_range_or_not_at_all() -> None:
 
 
 def test_rows_of_another_sum_replace_no_file() -> None:
-    """T6: the local log has others at these offsets; an operator must restore the file."""
+    """T6: the local log has other records at these offsets; an operator must restore the file."""
     it = Driver(drop_delay_ms=0, max_lag_ms=0).view(100).table(100)
     it.step(copying.Checked([damaged_file()]))
     it.sent = [each for each in it.sent if not isinstance(each, copying.Confirm)]
@@ -242,7 +245,7 @@ def test_a_hand_over_that_lands_ends_the_trouble_with_the_table() -> None:
 
 
 def test_deleted_records_wait_for_the_owner() -> None:
-    """T9, T1: below log_start nothing is copied; the table's end follows first."""
+    """T9, T1: no record below log_start is copied; the owner first moves the table's end."""
     it = Driver(max_lag_ms=0, drop_delay_ms=10**6).table(10).view(100, start=60)
     assert it.sent == []
     it.table(60, start=60)
@@ -250,7 +253,9 @@ def test_deleted_records_wait_for_the_owner() -> None:
 
 
 def test_a_leader_is_told_again_once_its_watermark_has_caught_up() -> None:
-    """Before, it may not have known to be stable what the table covers, and refused it."""
+    """Before that, the leader may not have known that the table's records are stable, and refused
+    the report.
+    """
     it = Driver().table(100).view(80, ready=False)
     assert it.told is not None
     it.told = None
@@ -275,8 +280,8 @@ def test_a_new_leader_epoch_and_a_new_session_are_told_everything() -> None:
 
 
 def test_a_table_that_the_log_has_passed_by_is_left_alone() -> None:
-    """T15: neither continued nor reported, whatever was known of it before, until none of its
-    records is the log's.
+    """T15: the table is neither continued nor reported until the log contains none of its records,
+    whatever was known of it before.
     """
     it = Driver(max_lag_ms=0, drop_delay_ms=0).view(10).step(TableSeen(0, 10, 0, 1, epoch=0))
     it.step(copying.Confirmed(it.take(copying.Confirm), []))

@@ -42,7 +42,7 @@ def rows_from(start: int, count: int = ROWS) -> pa.RecordBatch:
 
 
 def built(start: int) -> tuple[DataFile, bytes]:
-    """A file of two row groups as the copier makes it, under its own name."""
+    """Build a file of two row groups as the copier does, with its own name."""
     builder = convert.FileBuilder()
     builder.add(rows_from(start, ROWS // 2))
     builder._flush()
@@ -81,7 +81,7 @@ class Tier:
         self.store.objects[f"{HOME}/{self.files[number].path}"] = raw
 
     def fetch(self, start: int, end: int, max_bytes: int = 10**6) -> tuple[int, list[Any]]:
-        """Where the read ended, and the rows it gave."""
+        """Return where the read ended, and its rows."""
         files = {file.path: file for file in self.files}
         place = TablePartition(
             HOME, 0, Snapshot(1, "id", files, {0: PartitionCounters(end=self.end)})
@@ -146,7 +146,7 @@ def test_no_flipped_bit_of_a_page_gives_other_rows() -> None:
 
 
 def test_page_checksums_are_what_finds_a_flipped_value() -> None:
-    """Without them Arrow gives another value and no error: the canary of this file."""
+    """Without them Arrow returns another value and no error: this is the canary of this file."""
     tier = Tier()
     raw = tier.raw(0)
     metadata = pq.read_metadata(pa.BufferReader(raw))
@@ -186,7 +186,7 @@ def test_other_damage_is_the_same_error(damage: Callable[[bytes], bytes]) -> Non
 
 @pytest.mark.parametrize("lost", [True, False])
 def test_a_damaged_file_fails_its_own_range_only(lost: bool) -> None:
-    """What lies before it comes in one read; what lies after it is readable by seek."""
+    """The rows before the file come in one read; the rows after it can be read after a seek."""
     tier = Tier()
     if lost:
         del tier.store.objects[f"{HOME}/{tier.files[1].path}"]
@@ -211,7 +211,9 @@ def test_a_file_must_hold_what_its_add_action_says(stated: dict[str, int]) -> No
 
 
 def test_files_of_outside_maintenance_stay_readable() -> None:
-    """They have another name, hence no footer checksum; page checksums count if they have any."""
+    """They have another name, hence no footer checksum; page checksums are compared if there are
+    any.
+    """
     tier = Tier()
     for checksums in (True, False):
         sink = pa.BufferOutputStream()

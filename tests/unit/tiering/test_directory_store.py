@@ -1,4 +1,6 @@
-"""A directory as a store: large objects past the page cache, whatever their memory and length."""
+"""A directory as a store: large objects are written past the page cache, whatever their memory and
+length.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,7 @@ def test_whole_blocks_go_past_the_page_cache(
 def test_a_file_system_that_cannot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """EINVAL: through the cache; anything else is a failure like any other."""
+    """EINVAL: the file is written through the cache; any other error is an ordinary failure."""
     real = fcntl.fcntl
 
     def refusing(descriptor: int, command: int, flags: int = 0) -> int:

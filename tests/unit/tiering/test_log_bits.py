@@ -1,7 +1,7 @@
-"""Rule L9 where a log's bytes go on: every bit of a batch, in the copier and in a follower.
+"""Rule L9 for every bit of a batch, in the copier and in a follower.
 
-A flipped bit is an error, or stands where no reader looks.  It never becomes another record: not in
-the table, which all replicas drop their data for, and not in a follower's log.
+A flipped bit is an error, or is in a place that no reader uses.  It never becomes another record:
+not in the table, for which all replicas drop their data, and not in a follower's log.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COLUMNS = ["offset", "timestamp", "key", "value", "leader_epoch"]
 
 
 def written(codec: str) -> list[bytes]:
-    """Three batches of two records."""
+    """Return three batches of two records."""
     found = []
     for n in range(3):
         rows = pa.record_batch(
@@ -74,8 +74,9 @@ def test_no_bit_of_a_batch_reaches_the_table_as_another_record(tmp_path: Path, c
 
 @pytest.mark.parametrize("codec", ["none", "zstd"])
 def test_no_bit_of_a_batch_passes_the_check_of_a_follower(codec: str) -> None:
-    """`Partition.append_fetched` checks every batch that a leader sends; the base offset and the
-    leader epoch, which no checksum covers, must continue the log (`append_as_follower`)."""
+    """`Partition.append_fetched` checks every batch of a leader.  No checksum covers the base
+    offset and the leader epoch; they must continue the log (`append_as_follower`).
+    """
     for raw in written(codec):
         for at, bit in flips(raw):
             bad = bytearray(raw)

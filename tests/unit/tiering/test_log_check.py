@@ -1,5 +1,7 @@
 """What a load compares with pk's own checksums: commits, files, counters, properties (rules T2,
-T8).  The contract suite flips bits; this is about what other engines write, and the walk."""
+T8).  The contract suite flips bits; the tests here are about commits of other engines, and the
+walk.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def append(read: Snapshot, partition: int, end: int) -> Commit:
 
 @asynccontextmanager
 async def opened(root: Path) -> AsyncIterator[DeltaTables]:
-    """Tables in a directory."""
+    """Return tables in a directory."""
     clock = SystemClock()
     chosen = StoreSettings.of(settings.SERVER.resolve({"tier_url": root.as_uri()}))
     store = open_store(chosen, clock)
@@ -52,7 +54,9 @@ async def opened(root: Path) -> AsyncIterator[DeltaTables]:
 
 
 def test_commits_of_other_engines_need_no_checksum(tmp_path: Path) -> None:
-    """Rule T2: OPTIMIZE is followed by path, afresh and by a handle that was open."""
+    """Rule T2: the paths of an OPTIMIZE are followed, by a fresh handle and by one that was
+    open.
+    """
 
     async def whole() -> None:
         async with opened(tmp_path) as tables:
@@ -92,7 +96,7 @@ def test_commits_of_other_engines_need_no_checksum(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("changed", [*layout.TABLE_PROPERTIES, *layout.REFUSED_PROPERTIES])
 def test_a_table_with_other_properties_is_refused(tmp_path: Path, changed: str) -> None:
-    """Rule T8; set back, it is read again."""
+    """Rule T8: once the properties are set back, the table is read again."""
 
     async def whole() -> None:
         async with opened(tmp_path) as tables:
@@ -119,7 +123,7 @@ def test_a_table_with_other_properties_is_refused(tmp_path: Path, changed: str) 
 
 
 def test_extreme_timestamps_are_the_same_in_the_log(tmp_path: Path) -> None:
-    """Statistics hold the years 1 to 9999; the sums count what can be read back."""
+    """Statistics can hold the years 1 to 9999; the sums count values that can be read back."""
 
     async def whole() -> None:
         async with opened(tmp_path) as tables:
@@ -140,7 +144,7 @@ def test_extreme_timestamps_are_the_same_in_the_log(tmp_path: Path) -> None:
 
 
 def test_a_walk_reads_no_more_than_it_must() -> None:
-    """tiering/log_check H3: pk's newest commit, and what was not seen yet."""
+    """tiering/log_check H3: it reads pk's newest commit, and the commits that were not seen yet."""
     uri, files = "t", {data(0, 10).path: data(0, 10)}
     sums = log_check.FileSums().plus(files.values()).text()
     info: dict[str, Any] = {log_check.FILES: sums}

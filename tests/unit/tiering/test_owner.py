@@ -1,5 +1,6 @@
-"""The table's owner, step by step: what it plans, when it commits, what it answers (rules
-T3–T9)."""
+"""The table's owner, step by step: what it plans, when it commits, and what it answers (rules
+T3–T9).
+"""
 
 from __future__ import annotations
 
@@ -81,7 +82,7 @@ def test_contiguous_appends_share_a_commit() -> None:
 
 
 def test_what_the_table_has_already_is_done() -> None:
-    """T5: a commit of unknown outcome that landed is found by its path."""
+    """T5: a commit of unknown outcome that landed is found by the path of its file."""
     on = snapshot(4, [data(0, 10, 20)], end=20)
     result = planned(on, append(10, 20))
     assert (result.commit, len(result.done)) == (None, 1)
@@ -128,7 +129,7 @@ def test_log_start_removes_whole_files_only() -> None:
 
 
 def test_a_log_start_past_the_end_is_txn_only_first() -> None:
-    """T9: `:start` = `:end` = log_start in one version, the files go with the next."""
+    """T9: one version sets `:start` = `:end` = log_start; the next one removes the files."""
     on = snapshot(5, [data(0, 0, 30)], end=30, rows=30)
     result = planned(on, append(30, 60), starts={0: LogStart(50, epoch=2)})
     assert (result.commit.adds, result.commit.removes) == ((), ())
@@ -156,7 +157,7 @@ def test_a_deposed_leaders_log_start_moves_nothing() -> None:
 
 
 class Driver:
-    """Steps an owner and keeps what it asks for."""
+    """Steps an owner and keeps its effects."""
 
     def __init__(self, **more: int) -> None:
         self.owner = Owner("t", ID, "mem://t", OwnerSettings(**more))
@@ -211,7 +212,7 @@ def test_one_commit_a_second_with_everything_that_waited() -> None:
 
 
 def test_a_lost_reply_is_not_written_twice() -> None:
-    """tiering/owner W2: after an unknown outcome it loads, finds its file and answers."""
+    """tiering/owner W2: after an unknown outcome the owner loads, finds its file and answers."""
     it = Driver(retry_backoff_ms=100)
     it.step(Submit("a", append(0, 10))).loaded(snapshot(0, []))
     it.asked.pop()
@@ -260,7 +261,7 @@ def test_a_changed_table_refuses_everybody_until_it_is_itself_again() -> None:
 
 
 def test_the_first_load_refuses_a_protocol_that_pk_does_not_accept() -> None:
-    """Rule T8: such a snapshot names no files; taken as it is, it would be an empty table."""
+    """Rule T8: such a snapshot names no files; taken as it is, the table would look empty."""
     it = Driver().step(PartitionsSeen({0: LogStart(0, tiered_end=0)}))
     it.loaded(Snapshot(6, "id", {}, {}, TableProtocol(4097, 2)))
     assert isinstance(it.owner.problem, errors.TierTableChanged)
@@ -336,14 +337,15 @@ def test_claims_do_not_wait_for_the_next_second() -> None:
 
 
 def counted(version: int, **ends: int) -> Snapshot:
-    """Partitions that were asked for (p0, p1 …) and where they end, claimed by epoch 7."""
+    """Return partitions that were asked for (p0, p1 …) with their ends, claimed by epoch 7."""
     counters = {int(name[1:]): PartitionCounters(end=end, claim=7) for name, end in ends.items()}
     return Snapshot(version, "id", {}, counters)
 
 
 def test_a_claim_that_comes_while_the_table_is_loaded_is_not_answered_from_that() -> None:
-    """tiering/owner W6: the load did not ask for its partition's counters, which are not zero for
-    that."""
+    """tiering/owner W6: the load did not ask for the counters of its partition, so they are unknown
+    and not zero.
+    """
     it = Driver()
     it.step(ClaimPartition("p", 0, NONE, commit=False))
     assert it.asked == [owning.Load([0])]
@@ -362,8 +364,9 @@ def test_a_claim_that_comes_while_the_table_is_loaded_is_not_answered_from_that(
 def test_a_log_start_that_comes_while_the_table_is_loaded_waits_for_its_counters(
     tiered_end: int,
 ) -> None:
-    """tiering/owner W6: or the table's end would go back to it, or the table be taken for an old
-    one."""
+    """tiering/owner W6: otherwise the table's end would move back to it, or the table be taken for
+    an old copy.
+    """
     it = Driver()
     it.step(PartitionsSeen({0: LogStart(0)}))
     it.step(PartitionsSeen({1: LogStart(20, tiered_end=tiered_end, leader_epoch=7)}))
@@ -414,7 +417,7 @@ def test_vacuum_follows_removals_at_its_interval() -> None:
 
 
 def test_a_vacuum_that_was_put_off_comes_again() -> None:
-    """Rule L10: the wall clock was not trusted; nothing new need be removed for the next one."""
+    """Rule L10: the wall clock was not trusted; the next vacuum needs no new removal."""
     it = Driver(vacuum_interval_ms=5_000, vacuum_retention_ms=0, commit_interval_ms=0)
     it.step(PartitionsSeen({0: LogStart(0)})).loaded(snapshot(1, [data(0, 0, 10)], end=10, rows=10))
     it.step(PartitionsSeen({0: LogStart(10)})).loaded(

@@ -1,4 +1,4 @@
-"""Cold reads over files laid out in any way: merged by offset, bounded, cached, fetched ahead."""
+"""Cold reads over files in any layout: merged by offset, bounded, cached, fetched in advance."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
 def test_any_layout_reads_the_same(
     offsets: list[int], files: int, chance: Any, max_bytes: int, start: int, scattered: bool
 ) -> None:
-    """T10: sorted and disjoint, or Z-ordered into a heap, in row groups of eight."""
+    """T10: the files are sorted and disjoint, or Z-ordered, in row groups of eight."""
     order = list(offsets)
     if scattered:
         chance.shuffle(order)
@@ -132,7 +132,7 @@ def test_a_gap_at_the_end_is_passed_in_one_read() -> None:
 
 
 def test_what_was_deleted_is_no_gap() -> None:
-    """T9: its reader must hear that it is out of range, once the broker has heard of it, too."""
+    """T9: the reader must get OffsetOutOfRange, once the broker knows the deletion, too."""
 
     async def test() -> None:
         tier = Tier([[5, 6, 7]], 8)
@@ -146,7 +146,7 @@ def test_what_was_deleted_is_no_gap() -> None:
 
 
 def test_a_read_that_is_late_answers_with_what_it_has() -> None:
-    """tiering/reader H7: and without a cache, asked again and again, it comes to the end."""
+    """tiering/reader H7: repeated reads reach the end, even without a cache."""
 
     async def test() -> None:
         tier = Tier([list(range(8)), list(range(8, 16)), list(range(16, 24))], 24, cache=0)
@@ -254,7 +254,9 @@ def test_the_first_offset_of_a_time(
 
 
 def test_a_look_up_by_time_reads_three_columns() -> None:
-    """T11; retention asks this of every partition: neither the values nor the memory for them."""
+    """T11: retention asks this of every partition, so it must not read the values or need memory
+    for them.
+    """
 
     async def test() -> None:
         tier = Tier([list(range(1_000))], 1_000, group=1_000)

@@ -1,5 +1,6 @@
-"""The tier process settles its allocators before what they are inside of is loaded
-(tiering/resources Z2)."""
+"""The tier process configures its allocators before the libraries that contain them are loaded
+(tiering/resources Z2).
+"""
 
 from __future__ import annotations
 

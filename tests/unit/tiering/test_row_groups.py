@@ -1,4 +1,4 @@
-"""Rows of row groups, clipped and in offset order (tiering/row_groups, rule T10)."""
+"""Rows of row groups, cut to a range and in offset order (tiering/row_groups, rule T10)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The row hash is what its docstring defines, however the rows are sliced or sorted (rule T2)."""
+"""The row hash equals the definition in its docstring, however the rows are sliced or sorted (rule
+T2).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def mix(value: int) -> int:
 
 
 def one(data: bytes | None) -> int:
-    """The definition, row by row."""
+    """Compute the definition, row by row."""
     if data is None:
         return NULL
     words = [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8)]
@@ -101,7 +103,7 @@ def test_values_that_change_places_are_noticed() -> None:
 
 @given(st.integers(1, 40), st.integers(1, 30), st.integers(0, 5), st.booleans())
 def test_rows_of_one_length_are_a_matrix(length: int, count: int, cut: int, odd: bool) -> None:
-    """Adjoining rows are not gathered; a longer one in between, or a null, parts them."""
+    """Adjoining rows are not copied together; a longer row or a null in between separates them."""
     values: list[bytes | None] = [
         bytes((i * 7 + j) % 256 for j in range(length)) for i in range(count)
     ]

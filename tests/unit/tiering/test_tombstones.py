@@ -1,4 +1,4 @@
-"""Which files are deleted, and when the log has to be read for it (tiering/tombstones.py)."""
+"""Which files are deleted, and when the log must be read for that (tiering/tombstones.py)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_too_many_are_left_to_the_log() -> None:
 def test_every_removal_is_deleted_in_time_and_once(
     retention: int, steps: list[tuple[str, int]]
 ) -> None:
-    """tiering/tombstones M1, and the vacuum after its retention deletes it."""
+    """tiering/tombstones M1: the first vacuum after its retention deletes it."""
     now, it, number = 0, Tombstones(0), 0
     log: dict[str, int] = {"before": 0}  #: path → removed when
     deleted: dict[str, int] = {}
@@ -74,7 +74,7 @@ def test_every_removal_is_deleted_in_time_and_once(
 
 
 def test_the_log_does_not_say_how_old_an_own_removal_is() -> None:
-    """tiering/tombstones M1: the wall clock that dated it there may have been behind."""
+    """tiering/tombstones M1: the wall clock that dated it in the log may have been behind."""
     it = Tombstones(0)
     it.removed(["a"], 5)
     assert it.looked(["a", "b"], 10) == ["b"]
@@ -83,7 +83,7 @@ def test_the_log_does_not_say_how_old_an_own_removal_is() -> None:
 
 
 def test_a_removal_is_dated_after_everything_that_is_known_to_be_before_it() -> None:
-    """tiering/tombstones M4: the store's clock and earlier dates are such things."""
+    """tiering/tombstones M4: this includes the store's clock and earlier dates."""
     it = RemovalDates()
     assert it.date(1_000, 0) == 1_000
     assert it.date(400, 50) == 1_050, "the clock was set back, and time went on"

@@ -1,4 +1,4 @@
-"""Where a file ends, and what happens if its memory is too small (tiering/uploads.py)."""
+"""Where a file ends, and the second attempt if its memory is too small (tiering/uploads.py)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pk.tiering.uploads import PartitionDirectory
 
 
 def source(directory: Path, values: list[bytes], codec: str) -> PartitionDirectory:
-    """A live log of one-record batches."""
+    """Return a live log of one-record batches."""
     (directory / "t-0").mkdir()
     with open(directory / "t-0" / f"{0:020d}.log", "wb") as out:
         for offset, value in enumerate(values):
@@ -56,7 +56,7 @@ def test_a_file_far_larger_than_its_log_ends_early(tmp_path: Path) -> None:
 
 
 def index(log: PartitionDirectory) -> None:
-    """The files beside a sealed segment: who has them need not walk its headers."""
+    """Write the index files of a sealed segment: with them no headers need be walked."""
     segment = Segment(log.storage, log.path, 0)
     size = len(log.storage.read_file(segment.path()))
     segment.written = extent = Extent(size, 0)
@@ -69,8 +69,8 @@ def index(log: PartitionDirectory) -> None:
 @pytest.mark.parametrize("at", [1, 5, 9])
 @pytest.mark.parametrize("bit", [0, 1, 2, 3, 4, 10, 40, 62])
 def test_rows_never_stand_at_an_offset_that_rotted(tmp_path: Path, bit: int, at: int) -> None:
-    """Rule L9: no checksum covers a batch's offset.  In the table it would be for good: another
-    record's offset twice, and its own missing.
+    """Rule L9: no checksum covers a batch's offset.  In the table the damage would be permanent:
+    another record's offset twice, and its own missing.
     """
     log = source(tmp_path, [b"%d" % number for number in range(10)], "none")
     file = log.storage.open(f"t-0/{0:020d}.log")
@@ -110,7 +110,7 @@ def test_the_damaged_batch_is_named_and_not_the_one_before_it(tmp_path: Path, in
 
 
 def rotted(directory: Path, batch: int, at: int, bit: int) -> PartitionDirectory:
-    """A sealed log of six batches of one record, with one bit changed in the header of one."""
+    """Return a sealed log of six batches of one record, with one bit changed in one header."""
     log = source(directory, [bytes([n]) * 200 for n in range(6)], "none")
     index(log)
     (directory / "t-0" / f"{6:020d}.log").touch()
@@ -128,7 +128,9 @@ def rotted(directory: Path, batch: int, at: int, bit: int) -> PartitionDirectory
 def test_no_row_is_left_out_for_where_its_batch_says_it_begins(
     tmp_path: Path, start: int, byte: int, bit: int
 ) -> None:
-    """No checksum covers it, and replicas drop what the table seems to hold (rule L9)."""
+    """No checksum covers the base offset, and replicas drop records that the table seems to hold
+    (rule L9).
+    """
     log = rotted(tmp_path, 3, byte, bit)
     with pytest.raises(errors.CorruptLog) as caught:
         uploads.copy(log, start, 6, 1 << 20, ())
@@ -136,7 +138,9 @@ def test_no_row_is_left_out_for_where_its_batch_says_it_begins(
 
 
 def test_the_leader_tells_a_batchs_epoch_not_the_disk(tmp_path: Path) -> None:
-    """By the last one a table and a log are compared (rule T15): a wrong one parts them."""
+    """A table and a log are compared by their last epoch (rule T15): a wrong one makes them
+    diverge.
+    """
     log = replace(rotted(tmp_path, 5, 13, 1), epochs=((2, 0), (3, 4)))
     copied = uploads.copy(log, 0, 6, 1 << 20, ())
     assert copied.file is not None

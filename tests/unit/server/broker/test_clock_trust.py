@@ -17,7 +17,7 @@ NOW = 1_800_000_000_000
 
 
 class Node:
-    """One broker's clocks, driven by hand; `lives` begin with `start`."""
+    """One broker's clocks, set by the test; each life of the process begins with `start`."""
 
     def __init__(self, node_id: int = 1, wall_ms: int = NOW) -> None:
         self.node_id = node_id
@@ -30,7 +30,9 @@ class Node:
         self.start()
 
     def start(self, *, off_ms: int = 0, reboot: bool = False, step_ms: int = 0) -> None:
-        """Another process; `off_ms` later, of which the machine was off if it was booted again."""
+        """Start another process `off_ms` later; the machine was off for that time if it was booted
+        again.
+        """
         self.wall_ms += off_ms + step_ms
         self.boottime_ms = 50_000 if reboot else self.boottime_ms + off_ms
         self.boot += reboot
@@ -49,25 +51,25 @@ class Node:
         return self.trust.doubt
 
     def hears(self, *others: Sample) -> Doubt:
-        """The cluster's clocks come with a reply."""
+        """Pass the cluster's clocks in, as the reply to a heartbeat does."""
         self.trust.observe(self.wall_ms, self.boottime_ms)
         self.trust.compare(others, self.expected)
         return self.passes()
 
     def alone(self, ms: int = SECOND, *, step_ms: int = 0) -> Doubt:
-        """A single node: the only clock its controller knows is its own."""
+        """Compare a single node: its controller knows no other clock."""
         self.passes(ms, step_ms=step_ms)
         return self.hears()
 
     def sees(self, other: Node, *, since_ms: int = 0) -> Sample:
-        """The clock of another node at this very moment."""
+        """Return the clock of another node at this very moment."""
         line_ms = other.wall_ms - self.boottime_ms
         trusted = other.trust.doubt is Doubt.NONE
         return Sample(other.node_id, line_ms, trusted, since_ms)
 
 
 def running(node_id: int = 1, wall_ms: int = NOW) -> Node:
-    """A node that trusts its clock."""
+    """Return a node that trusts its clock."""
     node = Node(node_id, wall_ms)
     assert node.alone() is Doubt.NONE
     return node
@@ -127,7 +129,7 @@ def test_slewing_is_no_step() -> None:
 
 
 def test_suspend_is_no_step() -> None:
-    """CLOCK_BOOTTIME goes on while the machine sleeps."""
+    """CLOCK_BOOTTIME also counts the time in which the machine sleeps."""
     node = running()
     assert node.passes(3 * DAY) is Doubt.NONE
 
@@ -153,7 +155,7 @@ def test_a_day_ahead_at_the_start_waits_for_the_grace_and_goes_on() -> None:
 
 
 def test_in_the_same_boot_a_step_between_two_processes_is_seen_to_the_minute() -> None:
-    """CLOCK_BOOTTIME says how long the process was away."""
+    """CLOCK_BOOTTIME shows for how long no process ran."""
     node = running()
     node.start(off_ms=5 * SECOND, step_ms=10 * 60 * SECOND)
     assert node.alone() is Doubt.START
@@ -178,8 +180,8 @@ def test_a_clock_that_was_set_to_another_wrong_time_waits_anew() -> None:
 
 
 def test_the_grace_does_not_defeat_itself() -> None:
-    """Under the wrong clock the last run does not advance: each restart finds the same gap.  So it
-    does where records got LogAppendTime from that clock.
+    """The last run does not advance under the wrong clock, so each restart finds the same gap.
+    This also holds if records got LogAppendTime from that clock.
     """
     node = running()
     node.start(off_ms=SECOND, reboot=True, step_ms=2 * DAY)
@@ -193,7 +195,7 @@ def test_the_grace_does_not_defeat_itself() -> None:
 
 
 def test_a_clock_that_was_set_in_a_process_is_doubted_by_the_next_one() -> None:
-    """A restart is no confirmation."""
+    """A restart does not confirm the clock."""
     node = running()
     assert node.alone(step_ms=30 * 60 * SECOND) is Doubt.STEP
     node.start(off_ms=SECOND)
@@ -271,7 +273,7 @@ def test_a_cluster_that_was_restarted_together_agrees_with_itself_and_waits() ->
 
 
 def test_two_wrong_ones_do_not_outvote_who_has_run_all_along() -> None:
-    """The median counts only with a witness at it; a witness elsewhere stops the grace."""
+    """The median counts only if a witness is at it; a witness elsewhere stops the grace."""
     *wrong, right = nodes = cluster()
     for node in wrong:
         node.start(off_ms=SECOND, reboot=True, step_ms=2 * DAY)
@@ -364,8 +366,9 @@ def test_where_more_than_a_third_are_off_nobody_gives_up(size: int, off: int) ->
 
 
 def test_after_a_doubt_no_producer_is_forgotten_for_a_whole_expiration() -> None:
-    """broker/clock_trust W3: what was noted as heard was read from a clock that may have been
-    behind."""
+    """broker/clock_trust W3: the producers' times were read from a clock that may have been
+    behind.
+    """
     node = running()
     assert node.trust.forget_before_ms(node.wall_ms) == node.wall_ms
     node.alone(step_ms=HOUR)

@@ -28,7 +28,7 @@ def test_whom_a_refusal_names_comes_next() -> None:
 
 
 def test_a_hint_to_one_that_failed_is_followed_in_the_next_round() -> None:
-    """Followers of a leader that died name it until another is elected."""
+    """Followers of a dead leader name it until another controller is elected."""
     search = ControllerSearch(["a", "b", "c"])
     assert not search.failed()
     assert not search.failed(hint="a")

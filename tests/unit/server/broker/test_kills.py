@@ -1,8 +1,9 @@
-"""A seeded world in which processes die under load: what was acknowledged is there, once, in order.
+"""A seeded world in which processes die under load: every acknowledged record is there, once, in
+order.
 
 One idempotent producer keeps up to three batches in flight and sends them again, with their
 sequence numbers, after every break and every retriable error (rules L4, L6, L7).  Broker,
-controller and tier are killed at drawn moments.  Every batch carries its own number as its size.
+controller and tier are killed at drawn moments.  The size of every batch is its number.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def size_of(number: int) -> int:
 
 
 async def produce_all(cluster: Cluster, kit: Any, topic_id: str) -> dict[int, int]:
-    """Base offset of each acknowledged batch; ends when all are."""
+    """Produce all batches until each is acknowledged; return their base offsets."""
     acknowledged: dict[int, int] = {}
     waiting = deque(range(BATCHES))
     while waiting:
@@ -98,7 +99,7 @@ async def _one_stream(
 
 
 async def read_all(cluster: Cluster, kit: Any, topic_id: str) -> list[int]:
-    """The number of every batch, in offset order; survives breaks and cold reads."""
+    """Return the number of every batch, in offset order; reads over breaks and from the tier."""
     found: list[int] = []
     position = 0
     while position < BATCHES:
@@ -152,7 +153,9 @@ def restart(cluster: Cluster, role: str, power: str) -> None:
 def test_acknowledged_exactly_once_whatever_dies(
     make_cluster: Callable[..., Cluster], kit: Any, seed: int, power: str
 ) -> None:
-    """`power`: the broker's machine goes with it, and acknowledgements wait for fsync (rule L2)."""
+    """`power`: the broker's machine loses its power, and acknowledgements wait for fsync (rule
+    L2).
+    """
     cluster = make_cluster(seed, tier_url="memory://tier", log_retention_check_interval_ms=500)
     cluster.start()
     cluster.start_tier()

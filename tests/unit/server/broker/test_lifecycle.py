@@ -1,4 +1,4 @@
-"""Three controllers and brokers that follow whichever of them is active."""
+"""Three controllers, and brokers that follow the active one."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def config(node_id: int, role: str, **server: Any) -> RunConfig:
 
 
 class Cluster:
-    """c1, c2, c3 and the broker b7."""
+    """The controllers c1, c2, c3 and the broker b7."""
 
     def __init__(self, seed: int) -> None:
         self.sim = SimWorld(seed)
@@ -83,7 +83,7 @@ class Cluster:
         self.sim.start(f"b{BROKER}", main)
 
     def start(self, **server: Any) -> int:
-        """Everything; returns who is active."""
+        """Start all nodes; return the active controller."""
         for n in IDS:
             self.boot(n)
         self.boot_broker(**server)
@@ -107,12 +107,12 @@ class Cluster:
             self.sim.network.cut(f"c{n}", name)
 
     def fenced(self) -> bool:
-        """As the newest active controller has it."""
+        """Return whether the newest active controller has the broker as fenced."""
         node = self.controllers[self.active()]
         return node.machine.image.brokers[BROKER].fenced
 
     def watch(self, ms: int, holds: Callable[[], bool]) -> None:
-        """`holds` at every step of the next `ms`."""
+        """Check that `holds` is true at every step of the next `ms`."""
         for _ in range(ms // 20):
             self.sim.loop.run_for_ms(20)
             if self.terms():
@@ -183,7 +183,7 @@ def test_a_broker_finds_the_active_controller_and_follows_the_next(seed: int, ma
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_silent_controller_does_not_cost_a_broker_its_session(seed: int, make: Any) -> None:
-    """It was stopped: it accepts what comes and says nothing."""
+    """The controller was stopped: it accepts connections and does not answer."""
     cluster = make(seed)
     first = cluster.start()
     cluster.create("one")
@@ -227,8 +227,8 @@ def test_a_controller_that_stops_leading_is_left_though_it_answers(make: Any) ->
 
 @pytest.mark.parametrize("seed", range(6))
 def test_no_broker_trusts_a_controller_that_was_deposed(seed: int, make: Any) -> None:
-    """R6: when the next controller fences a broker, the broker knows that it may be fenced, though
-    the former controller still answers it.
+    """R6: when the next controller fences a broker, the broker knows that it may be fenced,
+    although the former controller still answers it.
     """
     cluster = make(seed)
     old = cluster.start()
@@ -247,7 +247,9 @@ def test_no_broker_trusts_a_controller_that_was_deposed(seed: int, make: Any) ->
 
 
 def test_a_probe_goes_where_the_settings_say(make: Any) -> None:
-    """R7 through a test's proxy: refused there, refused."""
+    """R7 through a proxy of the test: if the proxy refuses the connection, the broker counts as
+    refused.
+    """
     cluster = make(9)
     active = cluster.start()
     term = cluster.controllers[active].active
@@ -262,8 +264,8 @@ def test_a_probe_goes_where_the_settings_say(make: Any) -> None:
 
 
 def test_metadata_is_never_followed_back(make: Any) -> None:
-    """A controller that was deposed without knowing has less than the broker has applied: the
-    broker waits for one that has more.
+    """A controller that was deposed without knowing has fewer records than the broker has applied:
+    the broker waits for a controller that has more.
     """
     cluster = make(5)
     old = cluster.start()
@@ -301,7 +303,9 @@ def test_a_silent_controller_is_left_after_a_quarter_of_the_session(make: Any) -
 
 
 def _stall(cluster: Any, stall_ms: int) -> list[str]:
-    """The metadata disk stands still once, with a topic on the way; what the controller said."""
+    """Let the metadata disk hang once while a topic is written; return what the controller
+    logged.
+    """
     first = cluster.start()
     said: list[str] = []
     cluster.controllers[first].active._say = lambda event, **facts: said.append(event)
@@ -326,8 +330,9 @@ def _stall(cluster: Any, stall_ms: int) -> list[str]:
 
 @pytest.mark.parametrize("stall_ms", [4_000, 8_000, 16_000])
 def test_a_disk_that_stalls_at_the_controller_fences_nobody(stall_ms: int, make: Any) -> None:
-    """R7: a broker whose heartbeats have to wait (a replica of it is offline) finds its controller
-    silent, comes back and is known to live by that, though its registration waits, too.
+    """R7: the heartbeats of a broker with an offline replica have to wait, so the broker takes its
+    controller for silent and reconnects.  Its new registration waits too, and shows that the broker
+    is alive.
     """
     cluster = make(1)
     broken = [wire.FetchPartition(topic_id="broken")]
@@ -341,7 +346,7 @@ def test_a_disk_that_stalls_at_the_controller_fences_nobody(stall_ms: int, make:
 
 @pytest.mark.parametrize("stall_ms", [4_000, 16_000])
 def test_a_disk_that_stalls_at_the_controller_takes_no_contact(stall_ms: int, make: Any) -> None:
-    """R6: who has nothing to say that must be written is answered, and goes on serving."""
+    """R6: a heartbeat that changes nothing is answered, and the broker continues to serve."""
     cluster = make(1)
     said = _stall(cluster, stall_ms)
     lifecycle = cluster.broker.core.lifecycle
@@ -352,7 +357,7 @@ def test_a_disk_that_stalls_at_the_controller_takes_no_contact(stall_ms: int, ma
 
 
 def test_another_process_of_the_same_id_is_no_sign_of_life(make: Any) -> None:
-    """R7: only the incarnation that has the session renews it by asking."""
+    """R7: only the incarnation that has the session renews it by a request."""
     cluster = make(1)
     term = cluster.controllers[cluster.start()].active
     session = term.sessions._by_broker[BROKER]
@@ -369,7 +374,7 @@ def test_another_process_of_the_same_id_is_no_sign_of_life(make: Any) -> None:
 
 
 def test_the_age_of_contact_counts_from_the_sending_of_what_was_answered(make: Any) -> None:
-    """broker/lifecycle K2: the metric says how near a broker came to its session timeout."""
+    """broker/lifecycle K2: the metric shows how near a broker came to its session timeout."""
     cluster = make(10)
     first = cluster.start()
     lifecycle, ages = cluster.broker.core.lifecycle, list[int]()
@@ -407,7 +412,9 @@ def test_a_broker_starts_though_the_first_addresses_are_silent(make: Any) -> Non
 
 
 def test_peers_replace_the_addresses_that_controllers_are_known_by(make: Any) -> None:
-    """For tests with a proxy in every link: hints are followed through it, too."""
+    """For tests with a proxy in every link: hints in refusals are followed through the proxy,
+    too.
+    """
     cluster = make(7)
     for n in IDS:  # a broker that is cut off from the true addresses by their names alone
         cluster.sim.network.refuse(f"proxy{n}:1")

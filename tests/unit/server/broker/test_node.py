@@ -22,7 +22,7 @@ LISTEN = "broker:9292"
 
 
 def test_a_created_topic_can_be_produced_to_at_once(cluster: Cluster, kit: Any) -> None:
-    """Read your writes: the reply comes after the broker has carried it out."""
+    """Read your writes: the reply comes after the broker has carried out the creation."""
     cluster.start()
 
     async def story() -> None:
@@ -135,7 +135,7 @@ def test_producer_ids_are_unique_across_restarts(cluster: Cluster) -> None:
 def test_acknowledged_records_survive(
     kit: Any, make_cluster: Callable[..., Cluster], power: bool
 ) -> None:
-    """Rule L3: the process dies, or (with flush_on_ack) the machine."""
+    """Rule L3: the process dies, or the machine loses its power (with flush_on_ack)."""
     for seed in range(5):
         cluster = make_cluster(seed)
         cluster.start()
@@ -151,7 +151,9 @@ def test_acknowledged_records_survive(
 
 
 def test_the_controller_dies_and_the_data_path_goes_on(cluster: Cluster, kit: Any) -> None:
-    """Rule R6: acks=all and reads go on; after the session timeout acks=1 and new sessions wait."""
+    """Rule R6: acks=all and reads continue; after the session timeout acks=1 and new sessions
+    wait.
+    """
     cluster.start()
     topic_id = cluster.do(cluster.create("flights"))
 
@@ -263,9 +265,9 @@ def test_queries_about_offsets(cluster: Cluster, kit: Any) -> None:
 def test_a_dead_directory_takes_its_own_partitions_offline(
     make_cluster: Callable[..., Cluster], kit: Any
 ) -> None:
-    """One disk dies: its partitions answer typed errors, the others serve;
+    """One disk fails: its partitions answer with typed errors, and the others serve.
 
-    a restart does not hide it.
+    A restart does not hide the failure.
     """
     cluster = make_cluster(5, disks=2)
     cluster.start()
@@ -315,8 +317,8 @@ def test_a_dead_directory_takes_its_own_partitions_offline(
 def test_a_directory_whose_checkpoints_fail_is_offline_without_an_append(
     make_cluster: Callable[..., Cluster], kit: Any
 ) -> None:
-    """Rule L2: its partitions say so at once, to who describes, reads or writes them; the metric
-    counts.
+    """Rule L2: its partitions answer describe, read and write requests with the error at once; the
+    metric counts it.
     """
     cluster = make_cluster(6, disks=2, log_flush_offset_checkpoint_interval_ms=1_000)
     cluster.start()
@@ -353,7 +355,9 @@ def test_a_directory_whose_checkpoints_fail_is_offline_without_an_append(
 
 
 def test_a_full_disk_pushes_back_and_resumes_by_itself(cluster: Cluster, kit: Any) -> None:
-    """Retriable and typed, reads go on, topics created meanwhile appear once there is space."""
+    """The errors are retriable and typed, reads continue, and topics created meanwhile appear once
+    there is space.
+    """
     cluster.start()
     topic_id = cluster.do(cluster.create("flights"))
     cluster.do(cluster.produce(kit, topic_id, 2))
@@ -404,7 +408,9 @@ def test_a_directory_of_another_cluster_is_refused(cluster: Cluster) -> None:
 
 
 def test_metadata_begun_anew_remove_nothing_of_what_is_there(cluster: Cluster, kit: Any) -> None:
-    """Q2: every partition would be a stray; the broker ends and says why, whatever it waits."""
+    """Q2: every partition would be a stray; the broker ends with the reason, whatever it waits
+    for.
+    """
     cluster.start()
     topic_id = cluster.do(cluster.create("flights"))
     assert cluster.do(cluster.produce(kit, topic_id, 1)) == [0]
@@ -429,7 +435,7 @@ def test_metadata_begun_anew_remove_nothing_of_what_is_there(cluster: Cluster, k
 def test_a_directory_that_was_restored_from_an_older_copy_is_not_clean(
     make_cluster: Callable[..., Cluster],
 ) -> None:
-    """L3: closed in order, but not by the process that closed the other one last."""
+    """L3: it was closed in order, but not by the process that closed the other directory last."""
     cluster = make_cluster(6, disks=2)
     cluster.start()
 
@@ -494,7 +500,7 @@ def test_a_clock_that_jumped_makes_no_producer_unknown(cluster: Any, kit: Any) -
 
 
 def test_the_time_that_things_expire_by_is_one_that_was_judged(cluster: Any) -> None:
-    """Rule L10: the clock may jump between two ticks."""
+    """Rule L10: the clock may jump between two ticks; records expire only by a checked reading."""
     cluster.start()
     clocks, clock = cluster.broker.core.clocks, cluster.world.clocks["broker"]
     cluster.world.loop.run_for_ms(2_000)

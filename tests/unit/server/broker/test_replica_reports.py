@@ -1,4 +1,4 @@
-"""What a broker tells the controller of its replicas: positions (R3), those offline (L2, L9)."""
+"""The reports of a broker about its replicas: positions (R3) and offline replicas (L2, L9)."""
 
 from __future__ import annotations
 

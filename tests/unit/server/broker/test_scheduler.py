@@ -23,7 +23,7 @@ def scheduler(rig: Any) -> BrokerScheduler:
 
 
 async def segments(rig: Any, kit: Any, count: int, *, age_ms: int = 0, partition: int = 0) -> None:
-    """`count` batches of 12 kB, each a segment of its own."""
+    """Append `count` batches of 12 kB, each in a segment of its own."""
     stamp = rig.mine.clock.wall_ms() - age_ms
     stream = await rig.stream(StreamKind.PRODUCE)
     for turn in range(count):
@@ -42,7 +42,7 @@ async def visit(scheduler: BrokerScheduler, partition: Any) -> None:
 
 
 def covered(partition: Any, end: int) -> None:
-    """The tier covers and has confirmed everything below `end`."""
+    """Let the tier cover and confirm everything below `end`."""
     partition.log.tiered_end = partition.log.droppable_end = end
     partition.tier.tiered_end, partition.tier.tier_bytes = end, end * 12_000
 
@@ -129,7 +129,7 @@ def test_local_data_goes_only_after_the_tier_confirmed_it(
 def test_topic_retention_counts_tier_and_local_log_together(
     rig: Any, kit: Any, scheduler: BrokerScheduler
 ) -> None:
-    """Rule T9: log_start moves first; the owner removes the rows."""
+    """Rule T9: log_start moves first; then the owner removes the rows."""
     partition = small(rig, tiered=True, local_retention_bytes=12_000, retention_ms=HOUR)
     asked: list[int] = []
 
@@ -154,7 +154,7 @@ def test_topic_retention_counts_tier_and_local_log_together(
 def test_who_leads_no_more_when_the_tier_answers_changes_nothing(
     rig: Any, kit: Any, scheduler: BrokerScheduler
 ) -> None:
-    """R4, T9: the log may be cut in its directory's writer by now."""
+    """R4, T9: the log may be truncated in its directory's writer meanwhile."""
     partition = small(rig, tiered=True, local_retention_ms=HOUR, retention_ms=10 * HOUR)
 
     def deposed(timestamp_ms: int) -> wire.TierOffsetForTimeReply:
@@ -205,8 +205,9 @@ def test_retention_bytes_counts_what_both_hold_once(
 def test_retention_stops_at_rows_missing_from_the_table(
     rig: Any, kit: Any, scheduler: BrokerScheduler, wanted: dict[str, int], told_by: str
 ) -> None:
-    """Rule T17: a DELETE of another engine took offset 1.  A look-up by time passes over it, and
-    the table's size says nothing of it.  The log starts there until the rows are settled."""
+    """Rule T17: a DELETE of another engine removed offset 1.  A look-up by time skips it, and the
+    table's size does not show it.  The log starts there until the missing rows are settled.
+    """
     partition = small(rig, tiered=True, local_retention_bytes=12_000, **wanted)
     answer = wire.TierOffsetForTimeReply(offset=3)
     rig.tier.times = lambda timestamp_ms: answer
@@ -234,7 +235,7 @@ def test_retention_stops_at_rows_missing_from_the_table(
 def test_deleted_records_need_no_confirmation(
     rig: Any, kit: Any, scheduler: BrokerScheduler
 ) -> None:
-    """Below log_start nothing need be in the tier."""
+    """Records below log_start need not be in the tier."""
     partition = small(rig, tiered=True)
 
     async def story() -> None:
@@ -356,7 +357,7 @@ def test_a_deletion_told_before_the_watermark_is_followed_with_it(
 def test_a_deletion_is_followed_as_the_log_is_written(
     rig: Any, kit: Any, scheduler: BrokerScheduler
 ) -> None:
-    """Rule T9: what is fetched and not written yet cannot be given up."""
+    """Rule T9: fetched records that are not written yet cannot be deleted."""
     partition = small(rig)
 
     async def story() -> None:
@@ -379,7 +380,7 @@ def test_a_deletion_is_followed_as_the_log_is_written(
 def test_a_deletion_does_not_wait_for_a_store_that_hangs(
     rig: Any, kit: Any, scheduler: BrokerScheduler, leads: bool
 ) -> None:
-    """Rules T9, T6: a visit under way waits for a HEAD; log_start moves in another one."""
+    """Rules T9, T6: a running visit waits for a HEAD; log_start moves in another visit."""
     partition = small(rig, tiered=True, local_retention_bytes=12_000)
     hanging = asyncio.Event()
 
@@ -437,7 +438,9 @@ def test_flush_ms_holds_for_replicas(rig: Any, kit: Any, scheduler: BrokerSchedu
 def test_a_disk_that_hangs_holds_up_no_other(
     rig: Any, kit: Any, scheduler: BrokerScheduler
 ) -> None:
-    """broker/scheduler U4: what is due there first."""
+    """broker/scheduler U4: the work of the other directories runs before that of the hanging
+    one.
+    """
     known = rig.storage, rig.disk
     rig.storage = SimStorage("d2", rig.world.random("d2"))
     rig.disk = SimDisk(rig.storage, rig.mine.clock, rig.world.random("d2/lanes"))
@@ -460,7 +463,7 @@ def test_a_disk_that_hangs_holds_up_no_other(
 def test_a_flush_that_fails_is_no_matter_of_the_next(
     rig: Any, kit: Any, scheduler: BrokerScheduler
 ) -> None:
-    """They are due together, and none of them is asked for again."""
+    """Two flushes are due together, and neither is requested again."""
     first, second = rig.partition(flush_ms=500), rig.partition(1, flush_ms=500)
 
     rig.core.publisher.image.elsewhere = (2,)
@@ -485,7 +488,7 @@ def test_a_flush_that_fails_is_no_matter_of_the_next(
 def test_a_flush_without_a_descriptor_is_made_once_there_is_one(
     rig: Any, kit: Any, scheduler: BrokerScheduler
 ) -> None:
-    """log/storage D2: sealed segments are opened to be synced.  It passes, and so does this: the
+    """log/storage D2: sealed segments are opened for the sync.  The lack of descriptors passes: the
     partition is served meanwhile, and needs no restart.
     """
     partition = small(rig, flush_ms=500)

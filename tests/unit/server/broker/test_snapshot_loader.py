@@ -1,4 +1,6 @@
-"""A broker behind the controller's log: a snapshot, and what it changes (rule Q2)."""
+"""A broker that is behind the controller's log loads a snapshot and reacts to the differences (rule
+Q2).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ OFTEN = {"metadata_log_max_record_bytes_between_snapshots": 1}
 
 
 async def ask(cluster: Cluster, request: Any) -> Any:
-    """Of the controller itself."""
+    """Ask the controller itself."""
     hello = wire.Hello(client_id="test", protocol=1, cluster_id=cluster.run.cluster_id)
     address = cluster.run.controller_address
     caller = Caller(cluster.client.network, cluster.client.clock, address, hello)
@@ -57,7 +59,7 @@ async def passed_over(cluster: Cluster, offset: int) -> None:
 
 @pytest.fixture
 def behind(make_cluster: Callable[..., Cluster]) -> Cluster:
-    """A cluster that makes snapshots all the time."""
+    """Return a cluster that makes snapshots all the time."""
     cluster = make_cluster(11, broker_session_timeout_ms=60_000, **OFTEN)
     cluster.start()
     return cluster
@@ -111,7 +113,7 @@ def test_a_broker_behind_the_log_loses_what_is_gone_and_gets_what_is_new(
 def test_a_broker_that_starts_behind_the_log_begins_with_the_snapshot(
     behind: Cluster, kit: Any, power: bool
 ) -> None:
-    """broker/metadata_publisher M3 as ever: what the snapshot does not name is a stray."""
+    """broker/metadata_publisher M3 holds: a log that the snapshot does not name is a stray."""
     cluster = behind
 
     async def before() -> str:

@@ -1,5 +1,6 @@
-"""A store that does not pass its probe (rule T14): how often the tier process says so, and what it
-takes the broker's clock for while the broker is away (rule L10)."""
+"""A store that does not pass its probe (rule T14): how often the tier process logs that, and what
+it assumes of the broker's clock while the broker is away (rule L10).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ Cluster = Any  # conftest.py's
 
 
 class Lines:
-    """A log: event → when, in ms of the world's monotonic clock."""
+    """A log: event → times, in ms of the world's monotonic clock."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._clock = cluster.client.clock
@@ -34,8 +35,9 @@ class Lines:
 def test_a_probe_that_goes_on_failing_is_said_once_a_minute(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the world's clock: five minutes of failures are five lines; what was said before the store
-    came back is not said again."""
+    """Five minutes of failures by the world's clock give five lines; no line is repeated after the
+    store is back.
+    """
     lines = Lines(cluster)
     probes: list[int] = []
 
@@ -68,7 +70,7 @@ def test_a_probe_that_goes_on_failing_is_said_once_a_minute(
 def test_the_tier_takes_the_brokers_clock_for_doubted_while_the_broker_is_away(
     cluster: Cluster,
 ) -> None:
-    """Rule L10: what the broker said of its clock before may be true no more."""
+    """Rule L10: the broker's earlier statement about its clock may not be true any more."""
     cluster.start()
     cluster.start_tier()
     cluster.world.run_until(lambda: cluster.tier is not None)
@@ -83,15 +85,15 @@ def test_the_tier_takes_the_brokers_clock_for_doubted_while_the_broker_is_away(
 
 
 def asked(cluster: Cluster, question: Callable[[], Awaitable[bool]]) -> bool:
-    """The answer of the tier process."""
+    """Return the answer of the tier process."""
     task = cluster.world.loop.create_task(question())
     cluster.world.run_until(task.done)
     return task.result()
 
 
 def test_the_tier_hears_of_a_doubt_when_it_is_about_to_delete(cluster: Cluster) -> None:
-    """Rule L10: the poll that told it last may be ten seconds old; the broker looks at its clock
-    for the answer.
+    """Rule L10: the last poll may be ten seconds old, so the broker reads its clock for the
+    answer.
     """
     cluster.start()
     cluster.start_tier()

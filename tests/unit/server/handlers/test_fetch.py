@@ -33,7 +33,7 @@ def offsets(payload: memoryview) -> list[int]:
 
 
 async def quiet(rig: Any, stream: Stream, kit: Any, ms: int) -> bool:
-    """Nothing comes for `ms` of virtual time."""
+    """Check that nothing arrives for `ms` of virtual time."""
     try:
         async with asyncio.timeout(ms / 1000):
             await kit.fetched(stream)
@@ -72,7 +72,7 @@ def test_a_position_is_set_once_and_then_pushed(rig: Any, kit: Any) -> None:
 
 
 def test_only_what_is_below_the_bound_is_sent(rig: Any, kit: Any) -> None:
-    """Never the log's end: the high watermark, or the last stable offset."""
+    """The bound is the high watermark or the last stable offset, never the log's end."""
     partition = rig.partition(replicas=(1, 2))
 
     async def story() -> None:
@@ -166,8 +166,8 @@ def test_min_bytes_waits_at_most_max_wait(rig: Any, kit: Any) -> None:
 
 @pytest.mark.parametrize("backlog", [(10,), (2, 2)])
 def test_a_backlog_is_enough_for_min_bytes(rig: Any, kit: Any, backlog: tuple[int, ...]) -> None:
-    """handlers/fetch_session F4: what a frame had no room for, of its last position or of the next,
-    is weighed like what has just come.
+    """handlers/fetch_session F4: bytes that a frame had no room for, of its last position or of the
+    next, count like new bytes.
     """
 
     async def story() -> None:
@@ -189,8 +189,9 @@ def test_a_backlog_is_enough_for_min_bytes(rig: Any, kit: Any, backlog: tuple[in
 def test_what_is_urgent_while_a_disk_reads_does_not_wait(
     rig: Any, kit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """handlers/fetch_session F4: a position that is set while a frame is made is announced at once
-    nevertheless."""
+    """handlers/fetch_session F4: a position that is set while a frame is made is still answered at
+    once.
+    """
     rig.partition(0)
     rig.partition(1)
     reading, gate = asyncio.Event(), asyncio.Event()
@@ -267,7 +268,7 @@ def test_typed_errors_end_the_position(rig: Any, kit: Any) -> None:
 
 
 def test_a_new_leader_whose_watermark_lags_asks_for_patience(rig: Any, kit: Any) -> None:
-    """KIP-207: never older data, never a reset."""
+    """KIP-207: the reader gets OFFSET_NOT_AVAILABLE, never older data, and never a reset."""
     partition = rig.partition(replicas=(1, 2))
 
     async def story() -> None:
@@ -284,7 +285,7 @@ def test_a_new_leader_whose_watermark_lags_asks_for_patience(rig: Any, kit: Any)
 
 
 def test_a_new_leader_whose_watermark_lags_deletes_nothing_yet(rig: Any, kit: Any) -> None:
-    """What it does not know to be committed may be: that is no offset out of range."""
+    """Records above its watermark may be committed, so the offset is not out of range."""
     partition = rig.partition(replicas=(1, 2))
 
     async def story() -> None:
@@ -325,7 +326,7 @@ def test_deletions_that_a_silent_replica_holds_up_wait_side_by_side(rig: Any, ki
 
 
 def test_a_reader_of_a_truncated_log_is_told_where_it_diverged(rig: Any, kit: Any) -> None:
-    """KIP-320."""
+    """KIP-320: the answer names the end of the last common epoch."""
     partition = rig.partition(epoch=1)
 
     async def story() -> None:
@@ -345,7 +346,7 @@ def test_a_reader_of_a_truncated_log_is_told_where_it_diverged(rig: Any, kit: An
 
 
 def test_a_reader_above_the_end_is_told_of_the_loss_not_reset(rig: Any, kit: Any) -> None:
-    """Rule R4: epoch 0 is an epoch; a log that lost everything knows none any more."""
+    """Rule R4: epoch 0 is an epoch, too; a log that lost every record knows no epoch any more."""
 
     async def story() -> None:
         stream = await rig.stream(StreamKind.FETCH)
@@ -372,8 +373,8 @@ def test_a_reader_above_the_end_is_told_of_the_loss_not_reset(rig: Any, kit: Any
 def test_a_reader_of_an_epoch_that_was_lost_hears_of_it_before_the_next_one_writes(
     rig: Any, kit: Any
 ) -> None:
-    """Rule R4: an unclean leader begins with a longer log of an older epoch; what the reader had
-    read of the lost one is not what stands there.
+    """Rule R4: an unclean leader begins with a longer log of an older epoch; its records at these
+    offsets are not those that the reader has read.
     """
     partition = rig.partition(epoch=1)
 
@@ -432,7 +433,7 @@ def test_aborted_transactions_are_told_to_read_committed(rig: Any, kit: Any) -> 
 
 
 async def tiered_partition(rig: Any, kit: Any, number: int = 0) -> Any:
-    """Two batches of one record; the first has left the local log."""
+    """Return a partition with two batches of one record; the first has left the local log."""
     partition = rig.partition(number, tiered=True, segment_bytes=14 * 1024)
     await fill(rig, kit, number, 2, records=1, size=12_000)
     log = partition.log
@@ -445,7 +446,7 @@ async def tiered_partition(rig: Any, kit: Any, number: int = 0) -> Any:
 
 
 def test_cold_reads_never_delay_hot_ones(rig: Any, kit: Any) -> None:
-    """A fetch below the local start is served from the tier; the offsets are one line."""
+    """A fetch below the local start is served from the tier; offsets are continuous over both."""
     hot = rig.partition(1)
     below = kit.batch(1, base_offset=0)
 
@@ -476,7 +477,9 @@ def test_cold_reads_never_delay_hot_ones(rig: Any, kit: Any) -> None:
 def test_a_position_is_read_from_the_tier_once_however_often_its_log_grows(
     rig: Any, kit: Any
 ) -> None:
-    """An append marks the position while the tier is asked; that must not ask a second time."""
+    """An append marks the position while the tier is asked; that must not cause a second
+    request.
+    """
     below = kit.batch(1, base_offset=0)
 
     async def story() -> None:
@@ -501,7 +504,7 @@ def test_a_position_is_read_from_the_tier_once_however_often_its_log_grows(
 
 
 def test_a_cold_read_that_waits_begins_when_another_ends(rig: Any, kit: Any) -> None:
-    """The pump may send what the tier answered before the tasks that asked for it are gone."""
+    """The pump may send the tier's answers before the tasks that asked for them have ended."""
     below = kit.batch(1, base_offset=0)
 
     async def story() -> None:
@@ -561,8 +564,9 @@ def test_a_dead_store_is_a_typed_error_for_cold_positions_only(rig: Any, kit: An
 def test_a_partition_that_comes_after_its_position_wakes_the_reader(
     rig: Any, kit: Any, replica: int
 ) -> None:
-    """handlers/fetch E5: of a topic just created, a follower may ask in the moment before its
-    leader has it."""
+    """handlers/fetch E5: a follower may fetch a topic that was just created before its leader has
+    it.
+    """
 
     async def story() -> None:
         stream = await rig.stream(StreamKind.FETCH)

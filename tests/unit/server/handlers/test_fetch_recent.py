@@ -1,4 +1,6 @@
-"""Readers at the end of a log are answered from memory: as the read lane would, without it."""
+"""Readers at the end of a log are answered from memory, with the result that the read lane would
+give.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ T = TypeVar("T")
 
 @pytest.fixture
 def reads(rig: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """One entry for each job of the read lane."""
+    """Return a list with one entry for each job of the read lane."""
     found: list[str] = []
     ask = rig.disk.read
 
@@ -76,8 +78,8 @@ def test_what_is_not_in_memory_comes_through_the_lane(rig: Any, kit: Any, reads:
 
 
 def test_the_first_batch_of_a_position_is_verified_where_it_lies(rig: Any, kit: Any) -> None:
-    """L9: memory may have it whole while the disk does not; the reader that fell over it says so by
-    setting its position again.
+    """L9: memory may have the batch undamaged while the disk does not.  A reader that found damage
+    reports it by setting its position again.
     """
     partition = rig.partition()
 
@@ -98,7 +100,7 @@ def test_the_first_batch_of_a_position_is_verified_where_it_lies(rig: Any, kit: 
 
 
 def test_memory_gives_nothing_above_the_bound(rig: Any, kit: Any, reads: list[str]) -> None:
-    """handlers/fetch E1: what is written and not committed is in memory, too."""
+    """handlers/fetch E1: records that are written and not committed are in memory, too."""
     partition = rig.partition(replicas=(1, 2))
 
     def committed(end: int) -> None:
@@ -127,8 +129,9 @@ def test_memory_gives_nothing_above_the_bound(rig: Any, kit: Any, reads: list[st
 def test_the_bytes_of_a_frame_and_of_a_position_hold_for_memory(
     rig: Any, kit: Any, reads: list[str]
 ) -> None:
-    """handlers/fetch E3, E4: as for the disk; a credit of one batch brings one, the rest keeps its
-    turn."""
+    """handlers/fetch E3, E4: as with the disk, a credit of one batch brings one batch, and the rest
+    keeps its turn.
+    """
     rig.partition()
     size = len(kit.batch(1, size=100))
 
@@ -152,7 +155,7 @@ def test_the_bytes_of_a_frame_and_of_a_position_hold_for_memory(
 
 
 def test_a_batch_from_memory_that_does_not_fit_leads_the_next_frame(rig: Any, kit: Any) -> None:
-    """handlers/fetch E4: alone, not behind others."""
+    """handlers/fetch E4: it is sent alone, not behind others."""
     for number in range(2):
         rig.partition(number)
     size = len(kit.batch(1, size=100))
@@ -219,7 +222,7 @@ def test_a_deleted_partition_is_not_read_from_memory(rig: Any, kit: Any) -> None
 
 
 def test_a_failed_directory_answers_with_its_error(rig: Any, kit: Any) -> None:
-    """broker/core B3: also what memory still has."""
+    """broker/core B3: this includes batches that memory still has."""
     partition = rig.partition()
 
     async def story() -> None:

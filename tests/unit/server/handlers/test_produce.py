@@ -40,7 +40,7 @@ def test_a_batch_is_answered_with_its_offsets(rig: Any, kit: Any, acks: int, siz
 
 
 def test_nothing_is_visible_before_it_is_written(rig: Any, kit: Any) -> None:
-    """No path takes the log's end for the high watermark."""
+    """No code path takes the log's end for the high watermark."""
     partition = rig.partition()
 
     async def story() -> None:
@@ -106,7 +106,7 @@ def test_each_bad_entry_has_its_own_error(rig: Any, kit: Any) -> None:
 def test_a_gap_is_told_once_all_in_sync_were_heard(
     rig: Any, kit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rule L6: until then the producer asks again, under the same epoch and sequence."""
+    """Rule L6: until then the producer asks again, with the same epoch and sequence."""
     partition = rig.partition()
     later = kit.batch(producer_id=7, producer_epoch=1, base_sequence=5)
     known = kit.batch(producer_id=7, producer_epoch=1, base_sequence=0)
@@ -152,7 +152,9 @@ def test_a_duplicate_is_answered_with_its_original_never_before(rig: Any, kit: A
 
 
 def test_acks_all_waits_for_the_followers_and_dies_with_the_epoch(rig: Any, kit: Any) -> None:
-    """Rules L4, L5: parked under an epoch, answered NOT_LEADER_OR_FOLLOWER when it ends."""
+    """Rules L4, L5: a request that is parked in an epoch is answered NOT_LEADER_OR_FOLLOWER when
+    the epoch ends.
+    """
     partition = rig.partition(replicas=(1, 2))
 
     async def story() -> None:
@@ -184,7 +186,9 @@ def test_acks_all_waits_for_the_followers_and_dies_with_the_epoch(rig: Any, kit:
 def test_what_is_being_written_when_leadership_goes_was_not_refused(
     rig: Any, kit: Any, offline: bool
 ) -> None:
-    """Rule L7: told NOT_LEADER, a producer without acks=all would send it again, and double it."""
+    """Rule L7: after NOT_LEADER a producer without acks=all would send the batch again, and store
+    it twice.
+    """
     partition = rig.partition(replicas=(1, 2))
 
     async def story() -> None:
@@ -262,7 +266,7 @@ def test_acks_0_is_appended_and_never_answered(rig: Any, kit: Any) -> None:
 
 
 def test_a_full_disk_refuses_and_serves_again_by_itself(rig: Any, kit: Any) -> None:
-    """Rule L2: nothing torn, nothing of it stored; the same stream goes on once there is space."""
+    """Rule L2: no part of the batch is stored; the same stream continues once there is space."""
     partition = rig.partition()
 
     async def story() -> None:
@@ -333,7 +337,7 @@ def test_a_broken_stream_cancels_what_is_queued_not_what_is_appended(rig: Any, k
 
 
 def test_a_slow_disk_stops_the_reading_of_the_socket(rig: Any, kit: Any) -> None:
-    """The write queue is bounded; what does not fit stays with the producer."""
+    """The write queue is bounded; further batches stay with the producer."""
     partition = rig.partition()
     partition.writer._bytes_max = 300_000
     rig.disk._write_ms = (100.0, 100.0)
@@ -363,8 +367,9 @@ def test_a_slow_disk_stops_the_reading_of_the_socket(rig: Any, kit: Any) -> None
 def test_what_a_stream_that_was_given_up_still_holds_is_not_decided_any_more(
     rig: Any, kit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rule L6: told on its newer stream that a batch is not here, the producer sends it again in
-    another epoch.  The old stream's checks must not come to it in between.
+    """Rule L6: the producer learns on its newer stream that a batch is not stored, and sends it
+    again in another epoch.  A batch that is still being validated on the old stream must not be
+    appended in between.
     """
     first, other = rig.partition(0), rig.partition(1)
     checked, compute = asyncio.Event(), rig.disk.compute
@@ -428,7 +433,7 @@ def test_an_older_stream_does_not_silence_a_newer_one(rig: Any, kit: Any, heard:
 
 
 def test_what_a_dying_disk_had_taken_is_not_said_to_be_refused(rig: Any, kit: Any) -> None:
-    """Rules L2, L5: it was written and could not be synced; the next start finds it."""
+    """Rules L2, L5: the batch was written and could not be synced; the next start finds it."""
     rig.partition(flush_on_ack="true")
 
     async def story() -> None:
@@ -452,7 +457,9 @@ def test_what_a_dying_disk_had_taken_is_not_said_to_be_refused(rig: Any, kit: An
 def test_what_a_full_disk_took_before_it_could_not_roll_is_not_said_to_be_refused(
     rig: Any, kit: Any
 ) -> None:
-    """Rule L2 cuts it off before the next append; a process that dies before leaves it stored."""
+    """Rule L2: the next append cuts the batch off; if the process dies before that, the batch stays
+    stored.
+    """
     partition = rig.partition(segment_bytes=14 * 1024)
     first, second = kit.batch(1, size=12_000), kit.batch(1, size=12_000)
 

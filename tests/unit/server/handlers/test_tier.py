@@ -98,7 +98,8 @@ def test_reports_move_what_may_be_dropped(rig: Any, kit: Any) -> None:
 @pytest.mark.parametrize("life", ["old", "new"])
 def test_a_deleted_topics_table_is_not_described_as_its_successors(life: str) -> None:
     """A tier that led the old topic may not know yet that it leads the new one: Spark would read
-    the old one's rows (rule L8)."""
+    the old topic's rows (rule L8).
+    """
     topic = SimpleNamespace(topic_id="new", partitions={0: None})
     told = wire.DescribeTierReply(topic="t", topic_id=life, uri=f"file:///t/{life}", version=7)
 
@@ -143,7 +144,7 @@ def test_a_table_above_a_watermark_that_lags_is_no_problem(rig: Any, kit: Any) -
 
 
 def test_offsets_for_times_ask_the_tier_below_the_local_start(rig: Any, kit: Any) -> None:
-    """Rule T11: the same answer as before tiering."""
+    """Rule T11: the answer is the same as before tiering."""
     partition = rig.partition(0, tiered=True, segment_bytes=14 * 1024)
 
     async def story() -> None:
@@ -199,7 +200,7 @@ def test_offsets_for_times_ask_the_tier_below_the_local_start(rig: Any, kit: Any
     ],
 )
 def test_tier_wins(log_end: int, epochs: list[tuple[int, int]], keeps: bool) -> None:
-    """Rule T4: the local log stays only if it tells the table's story to its end."""
+    """Rule T4: the local log stays only if it agrees with the table up to the table's end."""
     table = wire.TierClaimReply(exists=True, start=0, end=10, end_epoch=3)
     cache = LeaderEpochs([EpochStart(*entry) for entry in epochs])
     assert agrees(log_end, cache.epoch_of(table.end - 1), table) is keeps

@@ -39,7 +39,7 @@ BROKER_EPOCH = 7
 
 @dataclass
 class _Log:
-    """A replica's log: the records [start, end), each by its leader epoch."""
+    """A replica's log: the records [start, end), each given by its leader epoch."""
 
     start: int = 0
     records: list[int] = field(default_factory=list)
@@ -67,7 +67,7 @@ class _Log:
 
 
 class Trace:
-    """Performs commands and notes what the cores answer."""
+    """Performs commands and notes the answers of the cores."""
 
     def __init__(self) -> None:
         self.out: list[str] = []
@@ -131,7 +131,7 @@ class Trace:
         leader.on_local_end(self.synced, self.synced)
 
     def _position(self, number: str) -> None:
-        """The rounds of truncation on fetch, until both logs agree (KIP-595)."""
+        """Run the rounds of truncation on fetch, until both logs agree (KIP-595)."""
         leader, log = self._now_leads(), self.logs[int(number)]
         theirs = self.logs[leader.node_id]
         while True:

@@ -1,4 +1,4 @@
-"""Damaged data of one's own: reported with its range, offline, never skipped (rule L9)."""
+"""Damage in this broker's data: reported with its range, offline, never skipped (rule L9)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def flip(rig: Any, position: int) -> None:
 
 
 async def tell(caller: Any, kit: Any, offset: int) -> None:
-    """The tier's report of damage in the batch at `offset`."""
+    """Report damage in the batch at `offset`, as the tier does."""
     request = wire.TierProgressRequest()
     told = request.partitions.add(
         topic_id=kit.topic_id, partition=0, leader_epoch=0, tiered_end=-1, droppable_end=-1
@@ -44,7 +44,7 @@ async def tell(caller: Any, kit: Any, offset: int) -> None:
 
 
 async def ask(rig: Any, kit: Any, partition: int) -> int:
-    """The code a reader of offset 0 gets, 0 for records."""
+    """Return the error code that a reader of offset 0 gets; 0 = records."""
     stream = await rig.stream(StreamKind.FETCH)
     await stream.send(kit.fetch(kit.position(partition)))
     reply, payload = await kit.fetched(stream)
@@ -108,7 +108,9 @@ def test_what_the_copier_found_takes_the_partition_offline(
 
 
 def test_a_false_alarm_takes_nothing_offline(rig: Any, kit: Any, warnings: Any) -> None:
-    """The broker believes its own eyes; also when what was named is gone or not there yet."""
+    """The broker checks its disk itself; this includes a named batch that was deleted or is not
+    written yet.
+    """
     partition = rig.partition(0, tiered=True)
 
     async def story() -> None:
@@ -130,7 +132,7 @@ def test_a_false_alarm_takes_nothing_offline(rig: Any, kit: Any, warnings: Any) 
 def test_a_log_that_is_cut_under_a_read_is_not_damaged(
     rig: Any, kit: Any, warnings: Any, who: str
 ) -> None:
-    """Another broker leads by the time the disk comes to it, and the files get shorter (R4)."""
+    """When the disk read runs, another broker leads, and the files have become shorter (R4)."""
     partition = rig.partition(0, tiered=who == "copier")
 
     async def reading(work: Any) -> Any:
@@ -200,7 +202,9 @@ def test_what_a_reader_trips_over_takes_the_partition_offline(
 def test_a_reader_who_waits_for_many_bytes_trips_over_damage_too(
     rig: Any, kit: Any, warnings: Any
 ) -> None:
-    """What is there is weighed by an index, and that may have to be made of what is damaged."""
+    """The available bytes are counted with an index, which may have to be rebuilt from damaged
+    data.
+    """
     damaged = rig.partition(0, segment_bytes=14 * 1024)
 
     async def story() -> None:
@@ -225,7 +229,9 @@ def test_a_reader_who_waits_for_many_bytes_trips_over_damage_too(
 def test_a_reader_that_comes_back_to_a_damaged_batch_takes_the_partition_offline(
     rig: Any, kit: Any, warnings: Any
 ) -> None:
-    """Bodies go out unread: what a checksum covers is found by readers, who ask again there."""
+    """The broker does not verify bodies when it sends them: a reader finds the damage and sets its
+    position there again.
+    """
     damaged = rig.partition(0)
 
     async def story() -> None:
@@ -256,7 +262,7 @@ def test_a_reader_that_comes_back_to_a_damaged_batch_takes_the_partition_offline
 
 
 async def entry_at(rig: Any, kit: Any, offset: int, says: int) -> Any:
-    """What a reader of `offset` gets once the broker has looked at the segment."""
+    """Return what a reader of `offset` gets once the broker has surveyed the segment."""
     for _ in range(100):
         stream = await rig.stream(StreamKind.FETCH)
         await stream.send(kit.fetch(kit.position(0, offset=offset)))
@@ -318,7 +324,7 @@ def test_what_the_copier_meets_again_is_looked_at_once(rig: Any, kit: Any, warni
 def test_damage_without_a_range_takes_the_only_copy_offline(
     rig: Any, kit: Any, warnings: Any
 ) -> None:
-    """replica/corruption N2: looking ends."""
+    """replica/corruption N2: the surveys end."""
     damaged = rig.partition(0)
 
     async def story() -> None:
@@ -369,7 +375,7 @@ async def without_its_first(rig: Any, kit: Any, **given: Any) -> Any:
 
 
 async def reported(rig: Any, kit: Any, tiered_end: int) -> None:
-    """The tier says what the table covers."""
+    """Report what the table covers, as the tier does."""
     caller = rig.caller()
     request = wire.TierProgressRequest()
     request.partitions.add(
@@ -402,8 +408,8 @@ def test_missing_files_in_front_of_the_only_copy_are_a_range(
 def test_the_table_is_asked_before_missing_files_are_called_lost(
     rig: Any, kit: Any, warnings: Any, table_end: int
 ) -> None:
-    """replica/corruption N4: what it covers is read from there; until it has answered readers of
-    the range try again.
+    """replica/corruption N4: covered records are read from the table; until the tier has answered,
+    readers of the range try again.
     """
 
     async def story() -> None:
@@ -432,7 +438,7 @@ def test_the_table_is_asked_before_missing_files_are_called_lost(
 def test_with_another_replica_in_sync_missing_files_make_this_one_anew(
     rig: Any, kit: Any, warnings: Any, another: None, tiered: bool
 ) -> None:
-    """Like any damage of sealed data; no table is asked."""
+    """This is like any damage of sealed data; the table is not asked."""
 
     async def story() -> None:
         partition = await without_its_first(rig, kit, **({"tiered": True} if tiered else {}))

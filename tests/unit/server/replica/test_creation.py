@@ -1,5 +1,5 @@
-"""Many partitions in one chunk of the metadata log: created together, each led as if it were alone
-(broker/metadata_publisher M3, M4; rule L8).
+"""Many partitions in one chunk of the metadata log: they are created together, and each is led
+independently (broker/metadata_publisher M3, M4; rule L8).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COUNT = 2 * VISIT_MAX + 10
 
 @pytest.fixture
 def visits(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The partitions of each call for creations."""
+    """Return the partitions of each call that creates logs."""
     found: list[list[int]] = []
     create_all = LogManager.create_all
 
@@ -43,7 +43,7 @@ def visits(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
 
 def full(*partitions: int) -> Any:
-    """No space for these."""
+    """Leave no space for these partitions."""
     names = tuple(f"topics/flights-{n}/" for n in partitions)
 
     def fault(operation: str, path: str) -> Exception | None:
@@ -70,7 +70,7 @@ def test_a_big_topic_takes_few_visits(cluster: Cluster, kit: Any, visits: list[l
 def test_what_is_full_waits_and_the_others_go_on(
     cluster: Cluster, kit: Any, visits: list[list[int]]
 ) -> None:
-    """broker/metadata_publisher M4: and what waits is tried again together."""
+    """broker/metadata_publisher M4: the waiting partitions are tried again together."""
     cluster.start()
     cluster.storages["d1"].fault = full(0, 70, 71)
     topic_id = cluster.do(cluster.create("flights", COUNT))
@@ -169,7 +169,7 @@ def test_settings_that_change_while_it_is_created_are_those_it_has(cluster: Clus
 
 
 def test_a_topic_created_again_in_one_chunk_is_the_new_one(cluster: Cluster, kit: Any) -> None:
-    """Rule L8: the old one's directories go first, whichever records come together."""
+    """Rule L8: the old topic's directories are removed first, whichever records arrive together."""
     cluster.start()
     old = cluster.do(cluster.create("flights", 3))
     cluster.do(cluster.produce(kit, old, 2))
@@ -205,7 +205,9 @@ def test_a_topic_created_again_in_one_chunk_is_the_new_one(cluster: Cluster, kit
 def test_two_who_miss_one_partition_create_it_once(
     cluster: Cluster, visits: list[list[int]]
 ) -> None:
-    """It moved away and back while it was tried again: one log for one directory."""
+    """The partition was moved away and back during the retry: there is one log for one
+    directory.
+    """
     cluster.start()
     cluster.storages["d1"].fault = full(0)
     topic_id = cluster.do(cluster.create("flights"))
@@ -250,13 +252,13 @@ def test_what_is_offline_is_not_created_by_the_next_record(
 
 
 async def _knows_nothing(_: MetadataPublisher) -> None:
-    """The image of a controller that was deposed without hearing of it, at its extreme."""
+    """Return the extreme case of an image of a deposed controller: an empty one."""
 
 
 def test_what_an_old_image_does_not_know_is_kept(
     cluster: Cluster, kit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rule Q2: the broker would come back clean, and in the ISR, without what it had."""
+    """Rule Q2: otherwise the broker would come back clean, and in the ISR, without its records."""
     cluster.start()
     cluster.do(cluster.create("trains", 2))
     kept = cluster.do(cluster.create("flights", 2))
@@ -284,8 +286,9 @@ def test_what_an_old_image_does_not_know_is_kept(
 def test_a_directory_that_nobody_knows_goes_if_the_metadata_can_know_it(
     cluster: Cluster, cluster_id: str | None, genesis: str | None, ahead: int, goes: bool
 ) -> None:
-    """broker/metadata_publisher M3, rules Q2, L15: the topic was deleted, or other metadata may
-    know it."""
+    """broker/metadata_publisher M3, rules Q2, L15: either the topic was deleted, or other metadata
+    may know it.
+    """
     cluster.start()
     cluster.do(cluster.create("flights"))
     image = cluster.broker.core.publisher.image
@@ -312,8 +315,9 @@ def test_a_directory_that_nobody_knows_goes_if_the_metadata_can_know_it(
 def test_an_old_image_makes_nothing_anew_that_lies_in_a_failed_directory(
     make_cluster: Callable[..., Cluster], kit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """broker/metadata_publisher M6: what is known late and is not here is there; what is here goes
-    on."""
+    """broker/metadata_publisher M6: a partition that becomes known late and is in no working
+    directory is in the failed one; the others continue.
+    """
     cluster = make_cluster(5, disks=2)
     cluster.start()
     one, two = (cluster.do(cluster.create(name)) for name in ("one", "two"))
@@ -337,7 +341,7 @@ def test_an_old_image_makes_nothing_anew_that_lies_in_a_failed_directory(
 def test_an_earlier_life_in_an_old_image_does_not_push_the_present_one_away(
     cluster: Cluster, kit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rules Q2, L8: the topic was created again, and the image has not heard of it."""
+    """Rules Q2, L8: the topic was created again, and the image does not have that yet."""
     cluster.start()
     cluster.do(cluster.create("flights"))
     reached = cluster.broker.core.publisher.next_offset
@@ -400,8 +404,8 @@ def test_a_directory_fails_while_the_other_still_creates(
 def test_a_chunk_that_cannot_be_carried_out_is_not_passed_over(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """broker/metadata_publisher M1: the image has it, so no later fetch brings it again, retriable
-    or not: that is no matter of the controller's.
+    """broker/metadata_publisher M1: the image has the records, so no later fetch returns them
+    again.  The error is retriable or not; the controller cannot help.
     """
     cluster.start()
     core = cluster.broker.core
@@ -421,7 +425,7 @@ def test_a_chunk_that_cannot_be_carried_out_is_not_passed_over(
 def test_an_office_is_not_taken_that_ended_while_its_log_settled(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two react to one partition when what could not be created is tried again; the image moves on
+    """Two tasks react to one partition when a failed creation is tried again; the image changes
     while the slower one waits.
     """
     cluster.start()
@@ -467,7 +471,9 @@ def test_an_office_is_taken_though_a_snapshot_replaced_the_image_meanwhile(
 def test_what_is_not_open_for_want_of_space_is_not_elected_until_it_is(
     cluster: Cluster, kit: Any
 ) -> None:
-    """R3: its broker is there and could never say how far the replica is; others may lead it."""
+    """R3: its broker is registered and could never report the replica's position; other replicas
+    may lead.
+    """
     cluster.start()
     topic_id = cluster.do(cluster.create("flights"))
     cluster.do(cluster.produce(kit, topic_id, 1))
@@ -493,8 +499,9 @@ def test_what_is_not_open_for_want_of_space_is_not_elected_until_it_is(
 def test_what_waits_for_space_is_offline_once_its_directory_has_failed(
     make_cluster: Callable[..., Cluster],
 ) -> None:
-    """replica/creation N3: it may have been there, and a member of the ISR; elsewhere it would be
-    empty."""
+    """replica/creation N3: its log may have been in that directory, and in the ISR; in another one
+    it would be empty.
+    """
     cluster = make_cluster(5, disks=2)
     cluster.start()
     cluster.storages["d1"].fault = full(0)
@@ -524,7 +531,7 @@ def test_when_a_replica_changed_by_hand_takes_part_again(
     isr: tuple[int, ...], elr: tuple[int, ...], leader: int, replicas: tuple[int, ...],
     adopted: bool, discarded: bool,
 ) -> None:  # fmt: skip
-    """Rule L15: no empty log is elected where other replicas have records."""
+    """Rule L15: no empty log is elected if other replicas have records."""
     state = PartitionState(replicas, isr, leader, 5, 5, elr)
     assert may_take_part(state, 1, has_log=True) == adopted
     assert may_take_part(state, 1, has_log=False) == discarded

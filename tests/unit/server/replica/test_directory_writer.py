@@ -1,4 +1,4 @@
-"""Group commit: rules P2, L2 of replica/directory_writer.py."""
+"""Group commit: rules P2 and L2 in replica/directory_writer.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class SlowDisk:
-    """A writer whose rounds end when the test says so."""
+    """A writer whose rounds end when the test ends them."""
 
     def __init__(self) -> None:
         self.storage = SimStorage()

@@ -1,4 +1,4 @@
-"""Where two logs diverge: rules R4 and R5 against logs whose common prefix is known."""
+"""Where two logs diverge: rules R4 and R5, checked with logs whose common prefix is known."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ def epochs_of(log: Log, first: int = 0) -> LeaderEpochs:
 
 
 def asked(leader: Log, last: int, end: int, first: int = 0) -> Divergence | None:
-    """Of a leader whose segments begin at `first`."""
+    """Return the answer of a leader whose segments begin at `first`."""
     return find_divergence(epochs_of(leader, first), first, len(leader), last, end)
 
 
 @st.composite
 def forked(draw: st.DrawFn) -> tuple[Log, Log, int]:
-    """(leader's log, follower's log, length of their common prefix): no epoch is in both tails,
-    for one leader writes one history.
+    """Draw (leader's log, follower's log, length of their common prefix).
+
+    No epoch is in both tails, because a leader writes one history.
     """
     steps = st.lists(st.integers(0, 2), max_size=8)
 
@@ -92,7 +93,7 @@ def test_the_follower_keeps_exactly_what_both_have(logs: tuple[Log, Log, int]) -
 def test_what_cannot_be_compared_is_fetched_anew(
     logs: tuple[Log, Log, int], data: st.DataObject
 ) -> None:
-    """Rule R5: the leader's first segments are gone, and what it knew of their epochs."""
+    """Rule R5: the leader has dropped its first segments, and the epochs of their records."""
     leader, follower, _ = logs
     first = data.draw(st.integers(0, len(leader)))
     mine = list(follower)
@@ -124,8 +125,8 @@ def test_what_cannot_be_compared_is_fetched_anew(
 
 @given(forked(), st.data())
 def test_a_clean_leader_is_never_refused(logs: tuple[Log, Log, int], data: st.DataObject) -> None:
-    """replica/follower F1, F3: what is committed is in both logs; wherever the leader's segments
-    begin, neither of its answers gives up any of it.
+    """replica/follower F1, F3: committed records are in both logs; wherever the leader's segments
+    begin, no answer of the leader gives up any of them.
     """
     leader, mine, common = logs
     first = data.draw(st.integers(0, len(leader)))
@@ -162,6 +163,6 @@ def test_the_committed_is_cut_for_an_unclean_leader_only() -> None:
 
 
 def test_epochs_grow() -> None:
-    """The generator's own rule."""
+    """Checks the generator of the logs."""
     for one, two in pairwise(epochs_of([1, 1, 3, 3, 4]).entries):
         assert one.epoch < two.epoch

@@ -1,4 +1,6 @@
-"""Who is in sync: lag is time, joining needs everything, an earlier life counts for nothing."""
+"""Who is in sync: lag is time, joining needs every record, and an earlier life of a replica does
+not count.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def test_a_member_has_the_whole_lag_from_the_beginning_of_the_epoch() -> None:
 
 
 def test_a_follower_always_one_batch_behind_is_in_sync() -> None:
-    """replica/isr M1: it had at each word what the leader had at the one before."""
+    """replica/isr M1: at each confirmation it had what the leader had at the confirmation
+    before.
+    """
     known = InSync((1, 2), 0, now_ms=0)
     for turn in range(1, 30):
         known.fetched(2, 10 * (turn - 1), 10 * turn, now_ms=300 * turn, broker_epoch=20)
@@ -53,7 +57,7 @@ def test_joining_needs_the_watermark_and_the_epochs_beginning() -> None:
 
 
 def test_joining_needs_to_know_what_was_deleted() -> None:
-    """replica/isr M2, rule T9: else deleted records would come back with the next leader."""
+    """replica/isr M2, rule T9: otherwise deleted records would come back with the next leader."""
     known = InSync((1,), 10, now_ms=0)
     known.fetched(2, 10, 10, now_ms=0, broker_epoch=20, log_start=4)
     assert wanted(known, (1,), log_start=5) == (1,)
@@ -156,7 +160,7 @@ def test_an_undone_write_is_not_waited_for() -> None:
 
 
 def test_a_member_whose_disk_is_full_leaves_at_once_if_enough_stay() -> None:
-    """replica/isr M1, L16: what it cannot store would hold back every acknowledgement."""
+    """replica/isr M1, L16: records that it cannot store would hold back every acknowledgement."""
     known = InSync((1, 2, 3), 0, now_ms=0)
     for member, epoch in ((2, 20), (3, 30)):
         known.fetched(member, 10, 10, now_ms=0, broker_epoch=epoch)

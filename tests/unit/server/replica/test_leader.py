@@ -46,7 +46,7 @@ def test_a_checkpointed_watermark_above_a_torn_tail_is_cut() -> None:
 
 
 def test_a_new_leader_is_ready_once_its_old_log_is_committed() -> None:
-    """KIP-207: until then a reader above the watermark waits."""
+    """KIP-207: until then a reader above the high watermark waits."""
     new = leader(replicas=(1, 2), isr=(1, 2), log_end=10, synced_end=10, high_watermark=6)
     assert not new.ready
     new.on_follower_end(2, 8)
@@ -56,7 +56,9 @@ def test_a_new_leader_is_ready_once_its_old_log_is_committed() -> None:
 
 
 def test_a_leader_is_settled_once_all_in_sync_were_heard_with_what_was_there_before() -> None:
-    """Rule L6; a member that said nothing may have anything, above an empty log, too."""
+    """Rule L6: a member that has confirmed nothing may have any records, also above an empty
+    log.
+    """
     new = leader(replicas=(1, 2, 3), isr=(1, 2), log_end=10, synced_end=10, high_watermark=10)
     assert new.ready
     assert not new.settled
@@ -78,7 +80,9 @@ def test_a_leader_is_settled_once_all_in_sync_were_heard_with_what_was_there_bef
 
 
 def test_a_pending_addition_holds_the_watermark_and_does_not_count() -> None:
-    """Rule R2: the maximal ISR; rule R1: only committed members reach the minimum."""
+    """Rule R2: the maximal ISR holds the watermark back; rule R1: only committed members count for
+    the minimum.
+    """
     one = leader(replicas=(1, 2, 3), isr=(1, 2), min_insync_replicas=3)
     one.on_local_end(10, 0)
     one.on_follower_end(2, 10)
@@ -105,7 +109,7 @@ def test_acks_all_needs_the_minimum() -> None:
 
 
 def test_epochs_are_compared() -> None:
-    """KIP-320."""
+    """KIP-320: a request with another leader epoch is refused."""
     one = leader()
     one.check_epoch(-1)
     one.check_epoch(5)

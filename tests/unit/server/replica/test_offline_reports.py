@@ -1,4 +1,4 @@
-"""What the controller knows to be offline, and when the image includes it."""
+"""Which replicas the controller knows to be offline, and when the image includes that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parked replies and timers: rules L4, L5 and the bound."""
+"""Parked replies and timers: rules L4, L5 and the bound on their number."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_the_bound_refuses() -> None:
 def test_everything_leaves_exactly_once(
     parks: list[tuple[int, int, int, int]], events: list[tuple[str, int, int]]
 ) -> None:
-    """replica/purgatory D1, against a list."""
+    """replica/purgatory D1, compared with a plain list."""
     purgatory: ProducePurgatory[int] = ProducePurgatory()
     oracle: dict[int, tuple[PartitionKey, int, int, int]] = {}
     for number, (partition, epoch, offset, deadline) in enumerate(parks):

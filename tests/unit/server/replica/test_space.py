@@ -1,4 +1,4 @@
-"""L16: room for the appends of clients: what is refused, when a directory is full, when not."""
+"""L16: room for the appends of clients: what is refused, and when a directory counts as full."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_below_the_reserve_clients_are_refused_and_told_why() -> None:
 
 
 def test_a_full_directory_stays_full_until_it_has_twice_the_reserve() -> None:
-    """replica/space D1; but clients are served as soon as the reserve is free."""
+    """replica/space D1; clients may append as soon as the reserve is free."""
     room, changes = space()
     room.measured(RESERVE - 1, 0)
     room.measured(2 * RESERVE - 1, 1)
@@ -52,7 +52,7 @@ def test_a_full_directory_stays_full_until_it_has_twice_the_reserve() -> None:
 
 
 def test_an_append_without_room_counts_whatever_is_measured() -> None:
-    """A quota, say."""
+    """For example because of a quota."""
     room, _ = space()
     room.measured(2**40, 0)
     room.storage_full(1_000)
@@ -78,7 +78,7 @@ def code(answer: Any) -> int:
 
 
 def reserve(rig: Any, free: int, kept: int) -> Any:
-    """A partition whose directory has `free` bytes, of which `kept` are reserved."""
+    """Return a partition whose directory has `free` bytes, of which `kept` are reserved."""
     rig.core.server["disk_reserve_bytes"] = kept
     partition = rig.partition()
     rig.storage.capacity = rig.storage.used_bytes() + free
@@ -86,7 +86,7 @@ def reserve(rig: Any, free: int, kept: int) -> Any:
 
 
 def test_the_reserve_binds_clients_before_the_disk_is_full(rig: Any, kit: Any) -> None:
-    """Nothing is measured between the frames: what was decided is taken off."""
+    """No measurement runs between the frames: decided appends are subtracted."""
     partition = reserve(rig, 35_000, 20_000)
     scheduler = BrokerScheduler(rig.core)
     raw = kit.batch(1, size=6_000)
@@ -116,7 +116,7 @@ def test_the_reserve_binds_clients_before_the_disk_is_full(rig: Any, kit: Any) -
 
 
 def test_what_is_written_while_free_space_is_measured_is_taken_off(rig: Any, kit: Any) -> None:
-    """The answer may be older than the appends that were written before it came."""
+    """The measurement may be older than appends that were written before it ended."""
     partition = reserve(rig, 35_000, 20_000)
     scheduler, raw = BrokerScheduler(rig.core), kit.batch(1, size=6_000)
 
@@ -143,7 +143,7 @@ def test_what_is_written_while_free_space_is_measured_is_taken_off(rig: Any, kit
 
 
 def test_what_is_stored_already_is_answered_without_room(rig: Any, kit: Any) -> None:
-    """L4: the duplicate of a stored batch is no new append."""
+    """L4: the duplicate of a stored batch is not appended again."""
     partition = reserve(rig, 100_000, 50_000)
     raw = kit.batch(1, producer_id=7, producer_epoch=0, base_sequence=0)
     following = kit.batch(1, producer_id=7, producer_epoch=0, base_sequence=1)
@@ -190,7 +190,9 @@ def test_a_full_directory_is_measured_at_every_tick_others_now_and_then(rig: Any
 
 
 def test_of_several_directories_only_the_full_one_gives_up(kit: Any, make_cluster: Any) -> None:
-    """L16: named partition by partition; a failed directory is not named (it is offline)."""
+    """L16: the report names its partitions; a failed directory is not named, because it is
+    offline.
+    """
     cluster = make_cluster(5, disks=2, disk_reserve_bytes=50_000)
     cluster.start()
     ids = [cluster.do(cluster.create(name)) for name in ("one", "two")]

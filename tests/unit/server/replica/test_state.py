@@ -1,4 +1,4 @@
-"""The states of a local replica: every pair of state and event against the table."""
+"""The states of a local replica: every pair of state and event is checked with the table."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PAIRS = [(state, event) for state in ReplicaState for event in ReplicaEvent]
 
 
 def paths() -> dict[ReplicaState, list[ReplicaEvent]]:
-    """A shortest way from ABSENT to each state."""
+    """Return a shortest path from ABSENT to each state."""
     found: dict[ReplicaState, list[ReplicaEvent]] = {ReplicaState.ABSENT: []}
     waiting = deque(found)
     while waiting:
@@ -44,7 +44,7 @@ def paths() -> dict[ReplicaState, list[ReplicaEvent]]:
 
 
 def in_state(state: ReplicaState) -> HostedReplicas:
-    """A broker whose replica of KEY is in `state`."""
+    """Return a broker whose replica of KEY is in `state`."""
     replicas = HostedReplicas()
     for event in paths()[state]:
         take(replicas, event)
@@ -61,7 +61,9 @@ def take(replicas: HostedReplicas, event: ReplicaEvent, key: PartitionKey = KEY)
     ("state", "event"), PAIRS, ids=[f"{state.name}-{event.name}" for state, event in PAIRS]
 )
 def test_every_event_in_every_state(state: ReplicaState, event: ReplicaEvent) -> None:
-    """An edge of the table is taken; an absent one raises with its story and changes nothing."""
+    """An edge of the table is taken; a missing edge raises an error that explains it, and changes
+    nothing.
+    """
     replicas = in_state(state)
     before = replicas.get(KEY)
     after = TRANSITIONS.get((state, event))
@@ -104,7 +106,9 @@ def test_the_history_of_a_replica_is_bounded() -> None:
 
 
 def test_the_table_is_whole() -> None:
-    """Every state can be reached and left for ABSENT, every event has an edge, all have a text."""
+    """Every state can be reached and left for ABSENT, every event has an edge, and all have a
+    text.
+    """
     assert set(paths()) == set(ReplicaState)
     assert {event for _, event in TRANSITIONS} == set(ReplicaEvent)
     assert set(MEANINGS) == set(ReplicaState)
@@ -155,7 +159,9 @@ def test_a_state_with_a_cause_is_not_entered_without_one() -> None:
 
 @pytest.mark.parametrize("state", [each for each in OPEN if each not in ONLINE])
 def test_the_next_log_has_a_state_of_its_own(state: ReplicaState) -> None:
-    """replica/state H3: what still holds the log that was set aside hears why it is not served."""
+    """replica/state H3: code that still holds the log that was set aside learns why it is not
+    served.
+    """
     replicas = in_state(state)
     old: Any = replicas.get(KEY)
     replicas.on(KEY, ReplicaEvent.SET_ASIDE)
@@ -167,7 +173,7 @@ def test_the_next_log_has_a_state_of_its_own(state: ReplicaState) -> None:
 
 
 def test_unopened_replicas_stand_in_the_order_of_their_failures() -> None:
-    """They are tried again in that order; another failure of one changes nothing."""
+    """They are tried again in that order; another failure of one of them does not change it."""
     replicas = HostedReplicas()
     keys = [PartitionKey(KEY.topic_id, number) for number in range(3)]
     for key in keys:
@@ -191,7 +197,7 @@ def test_only_a_replica_without_an_open_log_is_forgotten() -> None:
 
 def test_a_removed_replica_is_awaited_by_no_leader() -> None:
     """broker/metadata_publisher M8: the next replica of the partition begins with the next leader
-    epoch; a replica that is compared is awaited no more.
+    epoch; a replica that was compared is not awaited any more.
     """
     replicas = in_state(ReplicaState.FOLLOWING)
     replicas.uncompared[KEY] = 5
@@ -217,7 +223,7 @@ def test_a_log_that_was_replaced_changes_no_state(rig: Any) -> None:
 def test_an_absent_edge_raises_though_the_table_had_it_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The table is what the code runs on, not a description of it."""
+    """The code runs on the table; the table is not only a description."""
     replicas = in_state(ReplicaState.UNATTACHED)
     monkeypatch.delitem(states.TRANSITIONS, (ReplicaState.UNATTACHED, ReplicaEvent.ELECTED))
     with pytest.raises(IllegalTransition):

@@ -1,4 +1,4 @@
-"""Rules R1, R2, L2 on the watermark, against a naive oracle."""
+"""Rules R1, R2 and L2 for the high watermark, compared with a naive oracle."""
 
 from __future__ import annotations
 

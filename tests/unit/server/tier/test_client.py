@@ -1,4 +1,4 @@
-"""The broker's calls to the tier: what each is given to answer."""
+"""The broker's calls to the tier, and the time that each has for its answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the log says when tiering fails and works again (server/tier/health.py)."""
+"""The log lines when tiering fails and works again (server/tier/health.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a log starts when its checkpoint does not say so (tier/view.py, log/manager.py)."""
+"""The start of a log whose checkpoint does not name it (tier/view.py, log/manager.py)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from tests.unit.log.house import CONFIG, KEY, TP, House, append, run
 
 @pytest.mark.parametrize("tiered", [False, True])
 def test_a_checkpoint_that_rotted_deletes_nothing_from_the_tier(tiered: bool) -> None:
-    """Rule T9: a log that begins where its local part does would have the table begin there."""
+    """Rule T9: if the log start were taken for that of the local log, the table's older rows would
+    be deleted.
+    """
 
     async def main() -> None:
         house = House()

@@ -33,7 +33,7 @@ def partition_of(cluster: Cluster, topic_id: str) -> Any:
 async def produce(
     cluster: Cluster, kit: Any, topic_id: str, count: int, *, age_ms: int = 0
 ) -> None:
-    """`count` batches of one 12 kB record."""
+    """Produce `count` batches of one 12 kB record."""
     stream = await cluster.stream(StreamKind.PRODUCE)
     for turn in range(count):
         stamp = cluster.client.clock.wall_ms() - age_ms
@@ -45,7 +45,9 @@ async def produce(
 
 
 def back_without_a_tier(cluster: Cluster, kit: Any) -> str:
-    """A topic whose 12 records the table has, after the power was lost; its id."""
+    """Return the id of a topic whose 12 records the table has, after a power loss, on a server
+    without a tier.
+    """
     cluster.start()
     cluster.start_tier()
     topic_id: str = cluster.do(cluster.create("flights", **QUICK))
@@ -60,7 +62,7 @@ def back_without_a_tier(cluster: Cluster, kit: Any) -> str:
 
 
 async def delete(cluster: Cluster, topic_id: str, before: int) -> int:
-    """The log's start afterwards."""
+    """Delete records; return the log start afterwards."""
     caller = cluster.caller()
     request = wire.DeleteRecordsRequest()
     request.items.add(topic_id=topic_id, before_offset=before)
@@ -90,7 +92,7 @@ def test_a_server_without_its_tier_says_what_it_cannot_read(
 def test_a_bound_that_is_lowered_stops_no_copying(
     make_cluster: Callable[..., Cluster], kit: Any
 ) -> None:
-    """L13: it is for what comes; what is stored was within the one of its time."""
+    """L13: the bound is for new batches; stored batches were within the bound of their time."""
     cluster = make_cluster(12, tier_url="memory://tier")
     cluster.start()
     topic_id = cluster.do(cluster.create("flights", **QUICK))
@@ -112,7 +114,9 @@ def test_a_bound_that_is_lowered_stops_no_copying(
 
 
 async def read(cluster: Cluster, kit: Any, topic_id: str, start: int, end: int) -> dict[int, bool]:
-    """Offsets of every record in `[start, end)`, each with whether it came from the tier."""
+    """Return the offsets of every record in `[start, end)`, each with whether it came from the
+    tier.
+    """
     stream = await cluster.stream(StreamKind.FETCH)
     at = kit.position(offset=start)
     at.topic_id = topic_id
@@ -139,9 +143,9 @@ async def read(cluster: Cluster, kit: Any, topic_id: str, start: int, end: int) 
 
 
 def test_one_line_of_offsets_across_tier_and_local_log(tiered: Cluster, kit: Any) -> None:
-    """Local segments go once the table covers them;
+    """Local segments are dropped once the table covers them.
 
-    a reader from 0 sees every record once, in order.
+    A reader from 0 sees every record once, in order.
     """
     topic_id = tiered.do(tiered.create("flights", **QUICK))
     tiered.do(produce(tiered, kit, topic_id, 12))
@@ -200,8 +204,8 @@ def test_the_tier_dies_and_the_hot_log_goes_on(tiered: Cluster, kit: Any) -> Non
 def test_a_cold_read_answers_in_time_with_what_it_has(
     make_cluster: Callable[..., Cluster], kit: Any
 ) -> None:
-    """tiering/reader H7: many small files, no cache, a store that takes its time: more than fits
-    into one answer's time is read in several.
+    """tiering/reader H7: many small files, no cache and a slow store: a range that takes longer
+    than one answer's time is read in several answers.
     """
     cluster = make_cluster(
         11,
@@ -231,7 +235,7 @@ def test_a_cold_read_answers_in_time_with_what_it_has(
 
 
 def test_tier_wins_after_a_power_loss(make_cluster: Callable[..., Cluster], kit: Any) -> None:
-    """Rule T4: what the table holds is never contradicted; the leader waits for the store."""
+    """Rule T4: no record contradicts the table; the leader waits for the store."""
     for seed in range(4):
         cluster = make_cluster(
             seed, tier_url="memory://tier", log_retention_check_interval_ms=1_000
@@ -262,7 +266,7 @@ def test_tier_wins_after_a_power_loss(make_cluster: Callable[..., Cluster], kit:
 def test_a_recovery_that_is_not_heard_is_told_again(
     make_cluster: Callable[..., Cluster], kit: Any
 ) -> None:
-    """tier/epoch_fence K3: until then no preferred leader takes over from it."""
+    """tier/epoch_fence K3: until the controller has the report, no preferred leader takes over."""
     cluster = make_cluster(3, tier_url="memory://tier")
     topic_id = back_without_a_tier(cluster, kit)
     served = partition_of(cluster, topic_id)
@@ -287,7 +291,9 @@ def test_a_recovery_that_is_not_heard_is_told_again(
 def test_tier_wins_for_every_partition_of_a_topic(
     make_cluster: Callable[..., Cluster], kit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rule T4: they claim at the same time, while the store takes its time (tiering/owner W6)."""
+    """Rule T4: all partitions claim at the same time, while the store is slow (tiering/owner
+    W6).
+    """
     load = MemoryTable.load
 
     async def slow(table: MemoryTable, partitions: Sequence[int]) -> Snapshot | None:
@@ -343,8 +349,9 @@ def test_tier_wins_does_not_bring_deleted_records_back(tiered: Cluster, kit: Any
 
 
 def test_a_log_whose_start_passed_the_tables_end_is_kept(tiered: Cluster, kit: Any) -> None:
-    """Rules T4, T9: once the segments below log_start are gone, an epoch later, the log's epochs do
-    not reach back to the table's end; what it has is acknowledged, SYNCED and nowhere else.
+    """Rules T4, T9: once the segments below log_start are dropped, an epoch later, the log's epochs
+    do not reach back to the table's end.  The log's records are acknowledged, SYNCED, and nowhere
+    else.
     """
     topic_id = tiered.do(tiered.create("flights", **QUICK, flush_on_ack="true"))
     tiered.do(produce(tiered, kit, topic_id, 12))
@@ -372,7 +379,7 @@ def test_a_log_whose_start_passed_the_tables_end_is_kept(tiered: Cluster, kit: A
 
 
 def test_a_lost_disk_does_not_go_below_a_table_that_was_emptied(tiered: Cluster, kit: Any) -> None:
-    """Rules T4, T9: below the table's end new records would be taken for copied and deleted."""
+    """Rules T4, T9: new records below the table's end would be taken for copied and deleted."""
     topic_id = tiered.do(tiered.create("flights", **QUICK))
     tiered.do(produce(tiered, kit, topic_id, 12))
     partition = partition_of(tiered, topic_id)
@@ -391,7 +398,7 @@ def test_a_lost_disk_does_not_go_below_a_table_that_was_emptied(tiered: Cluster,
 
 
 def test_a_lost_disk_is_restored_from_the_tier(tiered: Cluster, kit: Any) -> None:
-    """Rule T4 is also the rule of disk loss with one replica."""
+    """Rule T4 is also the rule for a lost disk with one replica."""
     topic_id = tiered.do(tiered.create("flights", **QUICK))
     tiered.do(produce(tiered, kit, topic_id, 12))
     partition = partition_of(tiered, topic_id)
@@ -460,7 +467,7 @@ def configure(cluster: Cluster, **values: str) -> None:
 def test_a_look_up_by_time_finds_what_leaves_the_local_log_meanwhile(
     tiered: Cluster, kit: Any
 ) -> None:
-    """T11: the tier had left it to the local log."""
+    """T11: the tier's answer referred the offset to the local log, which has dropped it since."""
     topic_id = tiered.do(tiered.create("flights", **{**QUICK, "local_retention_bytes": "60000"}))
     tiered.do(produce(tiered, kit, topic_id, 9))
     tiered.world.loop.run_for_ms(1_000)
@@ -497,8 +504,8 @@ def test_a_look_up_by_time_finds_what_leaves_the_local_log_meanwhile(
 def test_old_records_that_come_late_do_not_take_what_is_in_the_tier_with_them(
     tiered: Cluster, kit: Any
 ) -> None:
-    """Rule T9, log/retention E5: local segments of old timestamps have expired; what lies
-    below them in the tier alone has not.
+    """Rule T9, log/retention E5: local segments with old timestamps have expired; records below
+    them, which only the tier has, have not.
     """
     hour_ms = 3_600_000
     slow = {**QUICK, "local_drop_delay_ms": "20000", "local_retention_ms": "1000"}

@@ -1,4 +1,4 @@
-"""Tables of deleted topics go from the tier, whatever happens meanwhile (rule T7)."""
+"""The tables of deleted topics are removed from the tier, whatever happens meanwhile (rule T7)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def partition_of(cluster: Cluster, topic_id: str) -> Any:
 
 
 async def purge(cluster: Cluster, name: str) -> None:
-    """Delete a topic, and ask for its table to go."""
+    """Delete a topic, and ask for its table to be removed."""
     caller = cluster.caller()
     request = wire.DeleteTopicsRequest(names=[name], purge_tier=True)
     frame = await caller.call(request, timeout_ms=5_000)
@@ -49,7 +49,7 @@ def restart_everything(cluster: Cluster) -> None:
 
 
 def purges_of(cluster: Cluster) -> dict[str, str]:
-    """As the controller decides by, and as it is committed."""
+    """Return the purge marks in the controller's image and in the committed records."""
     decided, committed = cluster.controller.machine.image, cluster.broker.core.publisher.image
     return {**decided.purges, **committed.purges}
 
@@ -79,7 +79,7 @@ def test_a_purge_outlives_a_restart_of_everything(tiered: Cluster, kit: Any) -> 
 
 
 def test_a_purge_waits_for_a_store_that_is_away(tiered: Cluster, kit: Any) -> None:
-    """Rule T7: the mark stands until the objects are gone; a restart in between loses nothing."""
+    """Rule T7: the mark stays until the objects are removed; a restart in between loses nothing."""
     topic_id = tiered.do(tiered.create("flights", **QUICK))
     tiered.do(tiered.produce(kit, topic_id, 4))
     partition = partition_of(tiered, topic_id)
@@ -103,8 +103,7 @@ def test_a_purge_waits_for_a_store_that_is_away(tiered: Cluster, kit: Any) -> No
 
 
 def test_objects_that_come_while_a_table_is_purged_keep_the_mark(tiered: Cluster, kit: Any) -> None:
-    """tier/purges D3: an upload under way may land after the list that it would have been
-    in."""
+    """tier/purges D3: an upload under way may land after the objects were listed."""
     topic_id = tiered.do(tiered.create("flights", **QUICK))
     tiered.do(tiered.produce(kit, topic_id, 4))
     partition = partition_of(tiered, topic_id)
@@ -131,7 +130,7 @@ def test_objects_that_come_while_a_table_is_purged_keep_the_mark(tiered: Cluster
 def test_a_broker_that_skips_the_deletion_by_a_snapshot_purges(
     make_cluster: Callable[..., Cluster], kit: Any
 ) -> None:
-    """Rules Q2, T7: the mark comes with the snapshot, for a live broker and for one that starts."""
+    """Rules Q2, T7: the snapshot contains the mark, for a live broker and for one that starts."""
     often = {"metadata_log_max_record_bytes_between_snapshots": 1}
     cluster = make_cluster(11, tier_url="memory://tier", broker_session_timeout_ms=60_000, **often)
     cluster.start()

@@ -50,10 +50,10 @@ def test_a_tier_that_is_turned_on_again_knows_what_it_had(tiered: Cluster, kit: 
 
 
 def test_a_log_that_went_on_without_its_table_is_the_truth(tiered: Cluster, kit: Any) -> None:
-    """Rule T15: the topic is not tiered when its only disk is lost, so no claim is made, and
-    offsets that the table has are given again.  Turned on again, nothing of that leaves the local
-    log for the table's records, nor at an unclean election (T4); once none of the table's records
-    is the topic's any more, the copier goes on.
+    """Rule T15: the only disk of a topic is lost while the topic is not tiered.  No claim is made,
+    and offsets of the table are assigned again.  When the tier is turned on, no local record is
+    dropped because of the table's records, not even at an unclean election (T4).  Once the topic's
+    log start has passed all of the table's records, the copier continues.
     """
     topic_id = tiered.do(tiered.create("flights", **QUICK, flush_on_ack="true"))
     tiered.do(produce(tiered, kit, topic_id, 12))
@@ -87,7 +87,9 @@ def test_a_log_that_went_on_without_its_table_is_the_truth(tiered: Cluster, kit:
 
 
 def test_a_tier_that_is_turned_off_during_a_claim_is_off(tiered: Cluster, kit: Any) -> None:
-    """Rules T1, T6: what the claim found would hold up topic retention for ever."""
+    """Rules T1, T6: otherwise the coverage that the claim found would hold back topic retention
+    without an end.
+    """
     topic_id = tiered.do(tiered.create("flights", **QUICK, flush_on_ack="true"))
     tiered.do(produce(tiered, kit, topic_id, 4))
     partition = partition_of(tiered, topic_id)

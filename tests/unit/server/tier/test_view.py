@@ -113,8 +113,8 @@ def test_a_problem_is_kept_typed_and_clears() -> None:
 def test_what_was_tiered_of_a_log_that_is_cut_says_nothing_of_what_it_goes_on_with(
     rig: Any,
 ) -> None:
-    """T15, replica/tier_state Y5: followers learn of an unclean election by being cut, all at once
-    with the changes of the topic's settings perhaps.
+    """T15, replica/tier_state Y5: a follower learns of an unclean election when its log is
+    truncated, perhaps together with changed settings of the topic.
     """
     partition = rig.partition(tiered=True)
     partition.step_down(2)
