@@ -59,12 +59,14 @@ TOPIC_SETTINGS = {
 
 
 def _names(text: str, offset: int) -> bool:
-    """The batch's range, or where it begins if its header does not say how far it goes."""
+    """Return whether the text names the batch's range, or its begin if the header does not state
+    how far it reaches.
+    """
     return f"[{offset}, " in text or f" offset {offset}:" in text
 
 
 class Replicas:
-    """Three nodes, a topic of one partition on all of them, and what was acknowledged."""
+    """Three nodes, a topic of one partition on all of them, and the acknowledged records."""
 
     def __init__(self, home: Path, rng: random.Random) -> None:
         home.mkdir(parents=True, exist_ok=True)
@@ -90,7 +92,9 @@ class Replicas:
         return found
 
     def lead(self, node: int, *others: int) -> None:
-        """With nothing of the log in memory, so that it reads files; `others` are in sync (all)."""
+        """Make the node lead with no batch of the log in memory, so that it reads files; all
+        `others` are in sync.
+        """
         others = others or tuple(each for each in self.nodes if each != node)
         self.forget(node)
         self.in_sync(node, *others)
@@ -98,7 +102,7 @@ class Replicas:
         until(lambda: self.led_by(node), f"{node} leads")
 
     def forget(self, node: int) -> None:
-        """Its broker starts again: what it had in memory is gone."""
+        """Restart its broker, so that its memory has no batches."""
         broker = self.nodes[node].pids()["broker"]
         self.nodes[node].kill("broker")
         self.nodes[node].wait_restarted("broker", broker)
@@ -116,7 +120,7 @@ class Replicas:
 
     @contextmanager
     def stopped(self, role: str, *nodes: int) -> Iterator[None]:
-        """These processes stand still."""
+        """Stop these processes (SIGSTOP) during the block."""
         pids = [self.nodes[node].pids()[role] for node in nodes]
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
@@ -127,7 +131,7 @@ class Replicas:
                 os.kill(pid, signal.SIGCONT)
 
     def fill(self, count: int) -> range:
-        """The offsets of `count` more records."""
+        """Produce `count` more records; return their offsets."""
         start = len(self.values)
         with Producer(self.cluster.address, linger_ms=0, delivery_timeout_ms=60_000) as producer:
             for _ in range(count):
@@ -137,15 +141,16 @@ class Replicas:
         return range(start, len(self.values))
 
     def drawn(self, offsets: range, count: int) -> list[int]:
-        """Some, no two side by side; the last batch of a log is not hit."""
+        """Draw some batches, no two side by side, and never the last one of a log."""
         return sorted(self.rng.sample(offsets[:-1:2], count))
 
     def folder(self, node: int) -> Path:
         return self.nodes[node].data / "topics" / f"{TOPIC}-0"
 
     def flip(self, node: int, offsets: list[int]) -> None:
-        """One bit in each of these batches, in its header as likely as in its body; not in the
-        leader epoch: no reader but a follower takes it from there (log/reading.py)."""
+        """Flip one bit in each of these batches, in the header as likely as in the body; never in
+        the leader epoch, which only a follower reads from there (log/reading.py).
+        """
         found = [
             (path, position, header)
             for path in sorted(self.folder(node).glob("*.log"))
@@ -189,8 +194,9 @@ class Replicas:
         return got, lost
 
     def wrong(self, *nodes: int) -> int:
-        """Batches of these nodes' logs that fail their checksum, and rows of the table that are
-        not what was produced."""
+        """Return the batches of these nodes' logs that fail their checksum, and rows of the table
+        that differ from the produced ones.
+        """
         count = 0
         for node in nodes:
             for path in self.folder(node).glob("*.log"):
@@ -208,11 +214,13 @@ class Replicas:
         return list(zip(rows["offset"].to_pylist(), rows["value"].to_pylist(), strict=True))
 
     def unlike(self) -> list[str]:
-        """How the three logs differ."""
+        """Return how the three logs differ."""
         return compare({node: self.folder(node) for node in self.nodes}, len(self.values))
 
     def healed(self) -> str:
-        """'' once all is as if nothing had been damaged, but for what an operator gave up."""
+        """Return '' once everything is as if nothing had been damaged, except what an operator gave
+        up.
+        """
 
         def whole() -> bool:
             state = self.state()
@@ -236,10 +244,10 @@ class Replicas:
 
 
 def in_a_leader(it: Replicas, flips: int) -> Verdict:
-    """A follower is dead and the copiers stand still while the leader's files are damaged: they
-    come to the damage, no consumer reads.
+    """A follower is dead and the copiers are stopped while the leader's files are damaged.  Then
+    they read the damage, and no consumer does.
 
-    A follower that only stood still would have the batches from its socket.
+    A follower that was only stopped would have the batches from its socket.
     """
     it.fill(20)
     until(lambda: it.state().tiered_end == len(it.values), "tiered")
@@ -267,7 +275,7 @@ def copied_from_a_leader(it: Replicas, flips: int) -> Verdict:
 
 
 def in_a_follower(it: Replicas, flips: int) -> Verdict:
-    """A follower that stands still, then leads: its readers come to the damage."""
+    """A follower is stopped, then leads: its readers meet the damage."""
     it.lead(2)
     it.fill(20)
     it.forget(3)
@@ -285,7 +293,7 @@ def in_a_follower(it: Replicas, flips: int) -> Verdict:
 
 
 def in_a_dead_follower(it: Replicas, flips: int) -> Verdict:
-    """Killed, damaged, and started again behind the others."""
+    """A follower is killed, damaged, and started again behind the others."""
     it.lead(2)
     it.fill(20)
     it.nodes[3].kill()
@@ -304,8 +312,8 @@ def in_a_dead_follower(it: Replicas, flips: int) -> Verdict:
 
 
 def first_segment_gone(it: Replicas, _flips: int) -> Verdict:
-    """Stopped, the first segment's files removed, and started again behind the others.  The copiers
-    stand still: no table has the records.
+    """A follower is stopped, the files of its first segment are removed, and it is started behind
+    the others.  The copiers are stopped, so no table has the records.
     """
     with it.stopped("tier", 1, 2):
         it.lead(2)
@@ -369,7 +377,7 @@ def _said_of_the_tier(it: Replicas, offset: int) -> bool:
 
 
 def _end(it: Replicas, node: int) -> int:
-    """Where the node's log ends."""
+    """Return where the node's log ends."""
     end = 0
     for path in sorted(it.folder(node).glob("*.log")):
         for _, header in batches.iter_headers(path.read_bytes()):
@@ -402,7 +410,7 @@ CASES: dict[str, Callable[[Replicas, int], Verdict]] = {
 
 
 def run(rng: random.Random, home: Path, flips: int, *names: str) -> list[Verdict]:
-    """These cases, one after the other, on one cluster."""
+    """Run these cases, one after the other, on one cluster."""
     it = Replicas(home, rng)
     try:
         it.lead(1)

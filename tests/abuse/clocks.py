@@ -65,7 +65,7 @@ class Nodes:
         self.admin = AdminClient(self.cluster.address)
 
     def close(self) -> None:
-        """Kill what runs: a drain whose waits see the clock jump may time out."""
+        """Kill the processes: a drain may time out if its waits see the clock jump."""
         self.admin.close()
         for node in self.nodes:
             if node.running:
@@ -74,7 +74,7 @@ class Nodes:
     # -- topics ------------------------------------------------------------------------------------
 
     def create(self, name: str, configs: dict[str, str], *replicas: int) -> None:
-        """A topic of one partition on these nodes; the first leads."""
+        """Create a topic of one partition on these nodes; the first leads."""
         self.admin.create_topic(name, 1, configs, replication_factor=1)
         place = TopicPartition(name, 0)
         moved = self.admin.alter_partition_reassignments({place: replicas})
@@ -89,7 +89,7 @@ class Nodes:
         return found
 
     def fill(self, name: str, records: int = RECORDS, **options: Any) -> None:
-        """Records of now, by the clock of this machine, which is right."""
+        """Produce records with the time of this machine's clock, which is right."""
         with Producer(self.cluster.address, linger_ms=0, **options) as producer:
             for _ in range(records):
                 producer.send(name, value=VALUE).result(timeout=60)
@@ -97,7 +97,7 @@ class Nodes:
     # -- clocks ------------------------------------------------------------------------------------
 
     def restart(self, *ids: int, off: str) -> None:
-        """Stop these nodes; they start again with another clock."""
+        """Stop these nodes and start them with another clock."""
         stopped = [node for node in self.nodes if node.node_id in ids]
         for node in stopped:
             node.ask_to_stop()
@@ -111,7 +111,7 @@ class Nodes:
             node.wait_ready(PATIENCE_S)
 
     def brokers(self) -> dict[int, dict[str, Any]]:
-        """What `pk brokers list` says."""
+        """Return the output of `pk brokers list`."""
         told = json.loads(pk(["brokers", "list", "--json", "--bootstrap", self.bootstrap]))
         return {each["broker_id"]: each for each in told["brokers"]}
 
@@ -129,7 +129,7 @@ class Nodes:
         return self.cluster.address
 
     def doubts(self, expected: dict[int, str]) -> None:
-        """Wait until the brokers say so of their clocks."""
+        """Wait until the brokers report this doubt about their clocks."""
 
         def holds() -> bool:
             listed = {each.broker_id: each for each in self.admin.list_brokers()}
@@ -152,7 +152,7 @@ class Nodes:
             until(lambda name=name, before=before: self.state(name).log_start > before, name)
 
     def expired(self, *names: str) -> int:
-        """How many records retention by age took from these topics; none is old."""
+        """Return how many records retention by age deleted from these topics; no record is old."""
         return sum(self.state(name).log_start for name in names)
 
 
@@ -167,7 +167,7 @@ def nodes_of(home: Path, size: int, **given: Any) -> Iterator[Nodes]:
 
 
 def a_single_node(home: Path) -> list[Verdict]:
-    """It starts a day ahead, then a day behind; then an operator says that a day ahead is right."""
+    """It starts a day ahead, then a day behind; then an operator confirms the clock a day ahead."""
     with nodes_of(home, 1) as nodes:
         for name, configs in (("aged", AGED), ("stamped", STAMPED), ("sized", SIZED)):
             nodes.create(name, configs, 1)
@@ -260,7 +260,7 @@ def the_active_controller(home: Path) -> list[Verdict]:
 
 
 def three_ahead(home: Path) -> list[Verdict]:
-    """A cluster that was restarted together agrees with itself."""
+    """The clocks of a cluster that was restarted as a whole agree with each other."""
     with nodes_of(home, 3) as nodes:
         nodes.create("aged", AGED, 1, 2, 3)
         nodes.create("sized", SIZED, 2, 3, 1)
@@ -274,7 +274,9 @@ def three_ahead(home: Path) -> list[Verdict]:
 
 
 def goes_on_after_the_grace(home: Path) -> list[Verdict]:
-    """It may have been switched off: after clock_grace_ms a single node goes on by itself."""
+    """The node may have been switched off: after clock_grace_ms a single node trusts its clock
+    again.
+    """
     with nodes_of(home, 1, clock_grace_ms=15_000) as nodes:
         nodes.create("aged", AGED, 1)
         nodes.fill("aged")
@@ -296,13 +298,13 @@ def _refusal(nodes: Nodes, name: str) -> errors.PkError:
 
 
 def _lines(node: EmbeddedServer, event: str, *facts: str) -> int:
-    """How often the node said `event` with these facts."""
+    """Return how often the broker logged `event`."""
     words = (f" {event} ", *facts)
     return sum(all(each in line for each in words) for line in node.log.read_text().splitlines())
 
 
 def twenty_seconds(home: Path) -> list[Verdict]:
-    """The long form: nothing goes within 20 s either."""
+    """The long form: no record expires within 20 s either."""
     with nodes_of(home, 3) as nodes:
         nodes.create("aged", AGED, 1)
         nodes.fill("aged")
@@ -321,7 +323,7 @@ LONG: tuple[Case, ...] = (*SHORT, three_ahead, goes_on_after_the_grace, twenty_s
 
 
 def run(seed: int, work: Path, short: bool) -> list[Verdict]:
-    """Every case, in an order drawn from the seed."""
+    """Run every case, in an order drawn from the seed."""
     if LIBRARY is None:
         return [Verdict("wrong clocks", False, "libfaketime is not installed")]
     cases = list(SHORT if short else LONG)

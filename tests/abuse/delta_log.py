@@ -48,7 +48,7 @@ TOPIC_SETTINGS = {
 
 
 def run(seed: int, work: Path, short: bool) -> list[Verdict]:
-    """One verdict for commits, one for checkpoints."""
+    """Return one verdict for commits and one for checkpoints."""
     home = made_table(work, short)
     rng = random.Random(seed)
     commits = sorted((home / "_delta_log").glob("*.json"))
@@ -77,7 +77,7 @@ def judged(kind: str, flips: list[dict[str, Any]], home: Path, work: Path) -> Ve
 
 
 def made_table(work: Path, short: bool) -> Path:
-    """A table that a server wrote, at rest."""
+    """Return a table that a server wrote, after its load has ended."""
     rounds = 6 if short else 14
     server = EmbeddedServer(work / "pk", tier_url=(work / "tier").as_uri())
     with server, AdminClient(server.address) as admin:
@@ -115,8 +115,9 @@ def until(holds: Any) -> None:
 
 
 def commit_flip(rng: random.Random, commits: list[Path]) -> dict[str, Any]:
-    """Half of them in the newest commit, which every load reads; most others behind the last
-    checkpoint."""
+    """Draw a bit: half of them in the newest commit, which every load reads, most others behind the
+    last checkpoint.
+    """
     chance = rng.random()
     newest = commits[-1:] if chance < 0.5 else commits[-5:] if chance < 0.9 else commits
     return flip_in(rng, rng.choice(newest))
@@ -130,7 +131,9 @@ def flip_in(rng: random.Random, path: Path) -> dict[str, Any]:
 def loads(
     flips: list[dict[str, Any]], home: Path, work: Path
 ) -> Iterator[tuple[dict[str, Any], str]]:
-    """Each flip and its outcome; a child that dies is started again behind the flip it died of."""
+    """Yield each flip and its outcome; a child that dies is restarted behind the flip at which it
+    died.
+    """
     left = list(flips)
     while left:
         command = [sys.executable, __file__, str(home), str(work / "copy")]
@@ -147,7 +150,7 @@ def loads(
 
 
 async def child(home: Path, copy: Path) -> None:
-    """Reads flips from stdin, writes one outcome a line."""
+    """Read flips from stdin, and write one outcome per line."""
     known = await loaded(home, -1)
     assert not isinstance(known, str), known
     for line in sys.stdin:
@@ -185,7 +188,7 @@ async def outcome_of(flip: dict[str, Any], home: Path, copy: Path, known: Any) -
 
 
 async def loaded(root: Path, behind: int, later: list[tuple[Path, bytes]] | None = None) -> Any:
-    """What the tier process sees of the table, or the name of its typed error."""
+    """Return what the tier process sees of the table, or the name of its typed error."""
     clock = SystemClock()
     chosen = StoreSettings.of(settings.SERVER.resolve({"tier_url": root.parent.parent.as_uri()}))
     store = open_store(chosen, clock)

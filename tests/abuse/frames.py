@@ -1,9 +1,9 @@
 """Hostile peers: announced frames, huge control messages, silent connections (rule L17).
 
-One server with `inbound_bytes_max` = BUDGET_BYTES and 1,024 descriptors.  While each attack lasts,
-a neighbour produces one record after another, with a batch of 1 MiB among them.  A case is kept if
-the broker grew by less than the budget and SLACK_BYTES, the neighbour lost nothing, and what was
-refused was refused by name.  The times are figures, no verdicts.
+One server has `inbound_bytes_max` = BUDGET_BYTES and 1,024 descriptors.  During each attack a
+neighbour produces one record after another, with a batch of 1 MiB among them.  A case passes if the
+broker grew by less than the budget and SLACK_BYTES, the neighbour lost no record, and every refusal
+names its reason.  The times are reported and not judged.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Neighbour:
 
 
 def resident(pid: int) -> int:
-    """Bytes of memory that a process has."""
+    """Return the bytes of memory that a process has."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) * 1024
@@ -131,7 +131,7 @@ def served(work: Path) -> Iterator[EmbeddedServer]:
 
 
 async def _announce(address: str, size: int, sent: int) -> str:
-    """Send so much of a frame of `size`, and wait for what the broker says of it."""
+    """Send a part of a frame of `size`, and wait for the broker's answer."""
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
@@ -158,7 +158,7 @@ async def _announce(address: str, size: int, sent: int) -> str:
 
 
 def _streams(address: str, count: int, size: int, sent: int, rest_s: float) -> dict[str, int]:
-    """`count` streams at once; what became of them."""
+    """Open `count` streams at once; return what happened to them."""
 
     async def main() -> list[str]:
         async with asyncio.timeout(240):
@@ -176,7 +176,7 @@ def _streams(address: str, count: int, size: int, sent: int, rest_s: float) -> d
 
 
 def _control(address: str, count: int, size: int) -> dict[str, int]:
-    """`count` requests of `size` bytes at once, over connections of their own."""
+    """Send `count` requests of `size` bytes at once, over connections of their own."""
 
     async def one(number: int) -> str:
         options = [
@@ -210,7 +210,7 @@ def _control(address: str, count: int, size: int) -> dict[str, int]:
 
 
 def _silent(address: str, count: int, rest_s: float) -> dict[str, int]:
-    """`count` connections that say nothing, or only how they open."""
+    """Open `count` connections that send nothing, or only their opening."""
     host, _, port = address.rpartition(":")
     with contextlib.ExitStack() as stack:
         for number in range(count):
@@ -232,7 +232,7 @@ def _silent(address: str, count: int, rest_s: float) -> dict[str, int]:
 
 
 def run(seed: int, work: Path, short: bool) -> list[Verdict]:
-    """See the module.  Nothing is drawn: `seed` is not used."""
+    """Run all attacks; see the module.  Nothing is drawn: `seed` is not used."""
     del seed
     rest_s = 2.0 if short else 15.0
     requests, control_bytes = (3, 40 * MIB) if short else (20, 200 * MIB)

@@ -1,16 +1,16 @@
 """Full disks (rules L16, L2): three real nodes, each on a file system of its own, which is filled.
 
 One producer sends to every partition all the time: topic `t` has three replicas of each partition,
-topic `alone` has one.  The disk of one node is filled.  Kept is
+topic `alone` has one.  The disk of one node is filled.  What must hold:
 
   at the reserve    the leaders on that node hand over before the disk is full
-  full              the same when not one byte is left, although the node goes on as a follower
-  others            partitions that nothing is wrong with do not wait, those of the same producer
-                    whose partition on the full node is refused included
+  full              the same if not one byte is left, although the node continues as a follower
+  others            healthy partitions do not wait, including those of the producer whose partition
+                    on the full node is refused
   no ping-pong      a second node fills up: no partition moves twice within a minute; with room
                     again the preferred leaders come back, once (long form)
-  killed while full the node starts again: what it has alone is read, produce to it is refused with
-                    StorageFull, and is taken again once there is room
+  killed while full the node starts again: records that only it has are read, produce to it is
+  refused with StorageFull, and accepted again once there is room
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ Place = tuple[str, int]
 
 
 class Load:
-    """One producer, a record to each partition every turn; when each was acknowledged."""
+    """One producer that sends a record to each partition every turn, and the time of each
+    acknowledgement.
+    """
 
     def __init__(self, bootstrap: str, places: list[Place]) -> None:
         self._producer = Producer(bootstrap, linger_ms=1, delivery_timeout_ms=600_000)
@@ -94,13 +96,13 @@ class Load:
             return len(self.acknowledged[place])
 
     def served(self, places: list[Place]) -> None:
-        """Wait until each has acknowledged something more."""
+        """Wait until each partition has acknowledged a further record."""
         before = {place: self.count(place) for place in places}
         for place in places:
             until(lambda place=place: self.count(place) > before[place] + 5, f"{place} is served")
 
     def gap_s(self, places: list[Place], since: float) -> float:
-        """The longest time without an acknowledgement on any of them; up to now."""
+        """Return the longest time without an acknowledgement on any of them, up to now."""
         longest, now = 0.0, monotonic_s()
         with self._lock:
             for place in places:
@@ -112,7 +114,7 @@ class Load:
 
 @dataclass
 class Facts:
-    """What a story saw; times are for verdicts only."""
+    """The observations of a story; times are reported and not judged."""
 
     moved: dict[str, bool] = field(default_factory=dict)
     gap_s: dict[str, float] = field(default_factory=dict)
@@ -154,7 +156,7 @@ class Story:
         return [(topic, n) for n, each in self.described(topic).items() if each.leader == node]
 
     def full(self, name: str, victim: int, load: Load, leave: int) -> None:
-        """Fill the disk of `victim`, and see its partitions of `t` go on elsewhere."""
+        """Fill the disk of `victim`, and check that other nodes lead its partitions of `t` then."""
         mine, alone = self.led_by("t", victim), self.led_by("alone", victim)
         others = [place for place in self.all if place not in (*mine, *alone)]
         load.served(self.all)
@@ -178,7 +180,7 @@ class Story:
 
 
 def tell(work: Path, short: bool) -> Facts:
-    """The whole story.  Raises `CannotMount`."""
+    """Run the whole story.  Raises `CannotMount`."""
     with ExitStack() as stack:
         story = Story(work, stack)
         facts = story.facts
@@ -208,7 +210,7 @@ def tell(work: Path, short: bool) -> Facts:
 
 
 def _ping_pong(story: Story, victim: int, load: Load, before: dict[int, int]) -> None:
-    """Both fill up and have room again, in turn; nothing moves twice within the minute."""
+    """Two disks fill up and are freed in turn; no partition moves twice within the minute."""
     other = next(node for node in story.disks if node != victim and story.led_by("t", node))
     began = monotonic_s()
     while monotonic_s() - began < DWELL_S / 2:
@@ -235,7 +237,7 @@ def _ping_pong(story: Story, victim: int, load: Load, before: dict[int, int]) ->
 
 
 def _killed(story: Story, victim: int) -> None:
-    """kill -9 of the whole node while not one byte is free."""
+    """Kill the whole node with kill -9 while not one byte is free."""
     facts, node = story.facts, story.cluster.nodes[victim]
     (place,) = story.led_by("alone", victim)
     story.disks[victim].fill()
@@ -263,14 +265,16 @@ def _read(facts: Facts, consumer: Consumer) -> bool:
 
 
 def _count(story: Story, load: Load) -> None:
-    """Every acknowledged record is there: one partition has no less than was acknowledged."""
+    """Check that every acknowledged record is there: no partition has fewer than were
+    acknowledged.
+    """
     for topic, number in story.all:
         end = story.described(topic)[number].high_watermark
         story.facts.lost += max(0, len(load.acknowledged[topic, number]) - 1 - end)
 
 
 def run(seed: int, work: Path, short: bool) -> list[Verdict]:
-    """See the module; nothing is drawn, so `seed` changes nothing."""
+    """Run the story; see the module.  Nothing is drawn, so `seed` has no effect."""
     try:
         facts = tell(work, short)
     except CannotMount as why:

@@ -1,8 +1,9 @@
-"""Flipped bits in every identity and checkpoint file of a data directory; lost files of the same.
+"""Flipped bits in every identity and checkpoint file of a data directory; and lost files of these
+kinds.
 
-One directory is filled and closed.  For each case it is copied back, one file is damaged or
-removed, and the server is started on it.  A case is kept if each acknowledged record is read with
-its value, or a typed error says that it is not there; and if no offset is given a second time.
+The run fills one directory and closes it.  For each case it copies the directory back, damages or
+removes one file, and starts the server on it.  A case passes if each acknowledged record is read
+with its value, or a typed error reports that it is missing, and if no offset is assigned twice.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def _remove(path: Path) -> str:
 def _cases(
     home: Path, whole: Path, cases: list[tuple[Path, Harm]]
 ) -> Iterator[tuple[str, str, bool]]:
-    """Of each case: what was done, what came of it, whether the promise was kept."""
+    """Yield for each case: what was done, the outcome, and whether the promise was kept."""
     for path, harm in cases:
         shutil.rmtree(home)
         shutil.copytree(whole, home)
@@ -120,12 +121,14 @@ def _cases(
 
 
 def _typed(refusal: errors.PkError) -> bool:
-    """A server that only ended, or hung, told nothing."""
+    """Return whether the outcome is a typed error; a server that only ended, or hung, reported
+    nothing.
+    """
     return not isinstance(refusal, errors.BrokerUnavailable | errors.InternalError)
 
 
 def _look(address: str, partition: int) -> str:
-    """What a reader and a producer find."""
+    """Return what a reader and a producer find."""
     try:
         found = _read(address, partition)
     except errors.PkError as error:
@@ -141,7 +144,7 @@ def _look(address: str, partition: int) -> str:
 
 
 def _read(address: str, partition: int) -> list[tuple[int, bytes | None]]:
-    """All records.  Raises what the consumer raises."""
+    """Read all records.  Raises what the consumer raises."""
     found: list[tuple[int, bytes | None]] = []
     place = TopicPartition(TOPIC, partition)
     with Consumer(address, auto_offset_reset="none") as consumer:

@@ -46,7 +46,7 @@ MODES = ("while it runs", "after a clean stop", "after a kill")
 
 @dataclass(slots=True)
 class Ledger:
-    """What was acknowledged, and which offsets were hit."""
+    """The acknowledged records, and the damaged offsets."""
 
     values: dict[TopicPartition, dict[int, bytes]] = field(default_factory=dict)
     hit: dict[TopicPartition, set[int]] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class Readings:
 
 
 def fill(server: EmbeddedServer, ledger: Ledger, rng: random.Random, count: int) -> None:
-    """`count` records for every partition, in batches of some records."""
+    """Produce `count` records for every partition, in batches of some records."""
     for codec in CODECS:
         options = {"compression": codec, "linger_ms": 5, "batch_size": 4096}
         with Producer(server.address, **options) as producer:
@@ -103,7 +103,7 @@ def fill(server: EmbeddedServer, ledger: Ledger, rng: random.Random, count: int)
 def batches_of(
     server: EmbeddedServer, place: TopicPartition
 ) -> Iterator[tuple[Path, int, batches.Header]]:
-    """File, position and header of every batch."""
+    """Return file, position and header of every batch."""
     directory = server.data / "topics" / f"{place.topic}-{place.partition}"
     for path in sorted(directory.glob("*.log")):
         for position, header in batches.iter_headers(path.read_bytes()):
@@ -186,7 +186,7 @@ def _read_one(
 
 
 def repair(server: EmbeddedServer) -> int:
-    """Go past every range; how many there were."""
+    """Repair every range; return how many there were."""
     command = [PK, "log", "repair", server.data, "--json", "--yes"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     return len(json.loads(done.stdout)["ranges"])
@@ -240,7 +240,9 @@ def run(seed: int, work: Path, short: bool) -> list[Verdict]:
 
 
 def replicated(rng: random.Random, work: Path, short: bool) -> list[Verdict]:
-    """The same on three nodes; a case that raises is a broken verdict, the others still run."""
+    """Run the same on three nodes; a case that raises is a broken verdict, and the others still
+    run.
+    """
     verdicts = []
     for number in range(1 if short else 3):
         for name in replica_damage.CASES:

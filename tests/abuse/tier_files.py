@@ -1,9 +1,9 @@
 """Abuse of a table's data files: flipped bits in pages and footers, lost and cut files.
 
 A real server tiers a topic and drops its local segments, so that a consumer reads the files.  Then
-bits flip.  A default consumer, the Spark executors' reader and the tier's own reader must give the
-rows that were produced or a typed error that names the file: no other value, no null, no row less,
-no process that ends.  The sweeps of whole files run in a process of their own, because a parser
+bits flip.  A default consumer, the Spark executors' reader and the tier's own reader must return
+the produced rows, or a typed error that names the file: no other value, no null, no missing row,
+and no process that ends.  The sweeps of whole files run in a process of their own, because a parser
 that meets a damaged footer may end its process.
 """
 
@@ -38,7 +38,7 @@ Row = tuple[Any, ...]
 
 
 class Bench:
-    """One node, one topic of one partition whose older records are in the table only."""
+    """One node, and one topic of one partition whose older records are in the table only."""
 
     def __init__(self, server: EmbeddedServer, records: int) -> None:
         self.server = server
@@ -110,7 +110,7 @@ class Bench:
         return [row for row in found if row[0] < end], None
 
     def judge(self, path: Path, counts: Counter[str]) -> None:
-        """Read the range of one file and count what came of it."""
+        """Read the range of one file and count the outcomes."""
         name = self.names[path]
         found, error = self.read(name.start, name.end)
         wanted = self.rows[name.start : name.end]
@@ -137,7 +137,7 @@ def flip(path: Path, bit: int) -> None:
 
 
 def run(seed: int, work: Path, short: bool) -> list[Verdict]:
-    """See verdicts.py."""
+    """Run all cases; see verdicts.py."""
     numbers = random.Random(seed)
     tier = work / "tier"
     tier.mkdir()
@@ -165,7 +165,7 @@ def run(seed: int, work: Path, short: bool) -> list[Verdict]:
 
 
 def pages(bench: Bench, numbers: random.Random, flips: int) -> Verdict:
-    """Bits of pages, their headers and dictionaries, through a default consumer."""
+    """Flip bits of pages, their headers and dictionaries; read with a default consumer."""
     counts: Counter[str] = Counter()
     for turn in range(flips):
         path = bench.files[turn % len(bench.files)]
@@ -177,7 +177,9 @@ def pages(bench: Bench, numbers: random.Random, flips: int) -> Verdict:
 
 
 def footer_bits(bench: Bench, numbers: random.Random, flips: int) -> Verdict:
-    """Bits of footers through a default consumer; a new tier process has read none yet."""
+    """Flip bits of footers; read with a default consumer and a new tier process, which has no
+    footer cached.
+    """
     counts: Counter[str] = Counter()
     for at in range(0, flips, len(bench.files)):
         whole = {path: path.read_bytes() for path in bench.files[: flips - at]}
@@ -195,7 +197,9 @@ def footer_bits(bench: Bench, numbers: random.Random, flips: int) -> Verdict:
 
 
 def lost_file(bench: Bench, numbers: random.Random) -> Verdict:
-    """One file is gone: its range fails, named; what lies before and after it is readable."""
+    """Remove one file: reads of its range fail and name it; the rows before and after it are
+    readable.
+    """
     path = bench.files[len(bench.files) // 2]
     name, raw = bench.names[path], path.read_bytes()
     path.unlink()
@@ -215,7 +219,7 @@ def lost_file(bench: Bench, numbers: random.Random) -> Verdict:
 
 
 def restored(bench: Bench) -> Verdict:
-    """Every file was put back: all rows are readable, without a restart."""
+    """Put every file back: all rows are readable, without a restart."""
     found, error = bench.read(0, len(bench.rows))
     kept = found == bench.rows and error is None
     return Verdict("after restoring the files", kept, f"{len(found)} rows, error: {error!r}")
@@ -231,7 +235,7 @@ def _verdict(case: str, counts: Counter[str], told: int = 1) -> Verdict:
 
 
 def sweeps(bench: Bench, numbers: random.Random, short: bool) -> list[Verdict]:
-    """Every bit of a footer, and bits of pages, through the executors' and the tier's reader."""
+    """Flip every bit of a footer, and bits of pages; read as the executors and the tier do."""
     path = bench.files[numbers.randrange(len(bench.files))]
     step = 199 if short else 1
     found = []
@@ -251,7 +255,9 @@ def sweeps(bench: Bench, numbers: random.Random, short: bool) -> list[Verdict]:
 
 
 def sweep(path: Path, what: str, step: int) -> dict[str, int]:
-    """Flip every `step`-th bit of a file's footer or pages in a copy of it; what readers say."""
+    """Flip every `step`-th bit of a file's footer or pages in a copy of it; return what the readers
+    report.
+    """
     from tempfile import TemporaryDirectory
 
     raw = path.read_bytes()

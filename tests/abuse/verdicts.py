@@ -1,4 +1,4 @@
-"""What an abuse reports: one verdict a case.  See run.py."""
+"""The report of an abuse run: one verdict per case.  See run.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Three nodes under test, a network between them that can be cut, and a consumer beside."""
+"""Three nodes under test, a network between them that can be cut, and a consumer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def port_of(address: str) -> int:
 
 
 def links_between(addresses: Mapping[int, str], draw: Callable[[], int]) -> list[Link]:
-    """Links from each node to each other one; `draw` gives a port for each."""
+    """Return the links from each node to each other one; `draw` gives a port for each."""
     return [
         Link(source, target, draw(), port_of(addresses[target]))
         for source, target in permutations(addresses, 2)
@@ -64,7 +64,7 @@ class TestedCluster(EmbeddedCluster):
     # -- what the cluster says of itself -----------------------------------------------------------
 
     def admin(self, *but: int) -> AdminClient:
-        """A client of all brokers but these."""
+        """Return a client of all brokers but these."""
         addresses = [self.brokers[node] for node in self.others(*but)]
         return AdminClient(",".join(addresses), request_timeout_ms=int(ASK_S * 1000))
 
@@ -94,7 +94,9 @@ class TestedCluster(EmbeddedCluster):
                 block_s(POLL_S)
 
     def whole(self, topic: str, timeout_s: float) -> str:
-        """'' once every partition has a leader and all replicas in sync, or what is missing."""
+        """Return '' once every partition has a leader and all replicas in sync, or what is
+        missing.
+        """
         deadline = monotonic_s() + timeout_s
         missing = "nobody says"
         while monotonic_s() < deadline:
@@ -119,7 +121,7 @@ class TestedCluster(EmbeddedCluster):
         return missing
 
     def folders(self, topic: str, partition: int) -> dict[int, Path]:
-        """A partition's directory on each node."""
+        """Return a partition's directory on each node."""
         found = {
             node: list((server.data / "topics").glob(f"{topic}-{partition}*"))
             for node, server in self.nodes.items()
@@ -131,7 +133,7 @@ class TestedCluster(EmbeddedCluster):
 
 
 class Reader:
-    """A consumer that lives through everything, in its own thread."""
+    """A consumer in its own thread that reads through all faults."""
 
     def __init__(self, bootstrap: str, topic: str, partitions: int) -> None:
         self.places = [TopicPartition(topic, number) for number in range(partitions)]
@@ -168,7 +170,7 @@ class Reader:
             self.read[place.partition].add(batch.column("offset").to_pylist(), ids)
 
     def reaches(self, ends: Mapping[int, int], timeout_s: float) -> bool:
-        """Whether it has read to these ends within the time."""
+        """Return whether it has read to these ends within the time."""
         deadline = monotonic_s() + timeout_s
         while any(self._position(number) < end for number, end in ends.items()):
             if monotonic_s() > deadline or self.failure is not None:

@@ -1,18 +1,18 @@
-"""Three nodes under load, everything that may befall them, and what the ledger says afterwards.
+"""Three nodes under load, all the faults of faults.py, and the verdict of the ledger.
 
     python tests/chaos/cluster_run.py [--short] [--only FAULT,…] [--seed N] [--json FILE]
 
 Replication factor 3, min_insync_replicas 2, acks=all, idempotence.  Each round is one fault
-(faults.py) under load, a consumer beside; it ends when every partition has all replicas in sync and
-everything sent has an outcome.  Clients reach brokers directly, nodes reach each other through
-proxies (proxy.py).  At the end
+(faults.py) under load, with a running consumer.  A round ends when every partition has all replicas
+in sync and every sent record has an outcome.  Clients reach brokers directly; nodes reach each
+other through proxies (proxy.py).  At the end these must hold:
 
-  every partition read from offset 0 by the consumer that lived through all and by a fresh one keeps
-  the ledger's demands, and both read the same
-  all replicas hold the same bytes below the high watermark
-  no process logged a bug
+  - The consumer that read through all rounds and a fresh one, which reads every partition from
+    offset 0, get the same records, and these satisfy the ledger.
+  - All replicas have the same bytes below the high watermark.
+  - No process logged a bug.
 
-Exit 1 = one of these, or a demand of a fault, is broken.  Times are verdicts, not demands: the
+Exit 1 = one of these, or a demand of a fault, is broken.  Times are reported and not judged: the
 longest time without an acknowledgement on any partition in each round (`outage`), median and worst
 by fault, and which of the goals of faults.py were missed.
 """
@@ -74,7 +74,7 @@ _BUG = re.compile(r"Z (BUG|ERROR) |Traceback")
 
 @dataclass(slots=True)
 class Round:
-    """What was drawn, and what came of it."""
+    """The drawn options of a round, and its outcome."""
 
     number: int
     fault: str
@@ -132,7 +132,7 @@ class Stalls:
 
 
 class Watcher:
-    """Prints every change of leaders and in-sync sets, with the time: to see where time goes."""
+    """Prints every change of leaders and in-sync sets with its time, to show where time passes."""
 
     def __init__(self, cluster: TestedCluster) -> None:
         self._cluster = cluster
@@ -163,7 +163,7 @@ class Watcher:
 
 
 class Campaign:
-    """One cluster, one ledger, one consumer that lives through every round."""
+    """One cluster, one ledger, and one consumer that reads through every round."""
 
     def __init__(self, cluster: TestedCluster, rng: random.Random, session_s: float) -> None:
         self.cluster, self.rng, self.session_s = cluster, rng, session_s
@@ -177,7 +177,7 @@ class Campaign:
         self._stalls: Stalls | None = None
 
     def make_topic(self, name: str, leaders: set[int]) -> list[PartitionDescription]:
-        """A topic of three partitions; those that `leaders` lead."""
+        """Create a topic of three partitions, led by `leaders`."""
         self.patiently(lambda admin: admin.create_topic(name, partitions=PARTITIONS))
         begin = monotonic_s()
         while True:
@@ -189,7 +189,9 @@ class Campaign:
             block_s(0.1)
 
     def patiently(self, work: Callable[[AdminClient], object]) -> None:
-        """An administrator's call, again until it works; what was done already is done."""
+        """Repeat an administrator's call until it works; work that was done already counts as
+        done.
+        """
         deadline = monotonic_s() + WHOLE_MAX_S
         while True:
             try:
@@ -250,7 +252,7 @@ class Campaign:
         self.settle()
 
     def some_leader(self, plan: Round) -> int:
-        """A victim."""
+        """Draw a node that leads a partition."""
         states = self.cluster.topic(TOPIC)
         victim = self.rng.choice([state.leader for state in states])
         plan.victims = (victim,)
@@ -266,7 +268,7 @@ class Campaign:
         return round(1000 * self._stalls.longest_s)
 
     def served(self, plan: Round, load: Load) -> None:
-        """Every partition acknowledges what is sent from now on."""
+        """Wait until every partition acknowledges a record that is sent from now on."""
         mark, begin = load.mark(), monotonic_s()
         while not load.served_since(mark):
             if monotonic_s() - begin > SERVED_MAX_S:
@@ -284,7 +286,7 @@ class Campaign:
             self.violations.append(f"not whole within {WHOLE_MAX_S:g} s: {missing}")
 
     def reader_errors(self) -> dict[str, int]:
-        """Since the round's beginning."""
+        """Return the reader's errors since the beginning of the round."""
         return {
             name: count - self._errors_before.get(name, 0)
             for name, count in self.reader.errors.items()
@@ -292,7 +294,7 @@ class Campaign:
         }
 
     def settle(self) -> dict[int, int]:
-        """The consumer reads on to the present end; the ends."""
+        """Let the consumer read on to the present ends; return them."""
         ends = {state.partition: state.high_watermark for state in self.cluster.topic(TOPIC)}
         if not self.reader.reaches(ends, READ_MAX_S):
             at = {number: len(read) for number, read in self.reader.read.items()}
@@ -302,7 +304,7 @@ class Campaign:
     # -- the end -----------------------------------------------------------------------------------
 
     def judge(self) -> dict[str, Any]:
-        """Everything that was sent, from offset 0; the replicas' bytes; the processes' words."""
+        """Check every sent record from offset 0, the replicas' bytes, and the processes' logs."""
         ends = self.settle()
         fresh = Reader(self.cluster.address, TOPIC, PARTITIONS)
         if not fresh.reaches(ends, READ_MAX_S):

@@ -1,8 +1,8 @@
-"""What befalls a cluster in a round, by name.  Each fault is done and undone by its function, under
-load; what it breaks of its own demands goes to `campaign.violations`, its figures to `plan.notes`.
+"""The faults of a cluster run, by name.  Each fault is begun and ended by its function, under load.
+Broken demands of its own go to `campaign.violations`, its figures to `plan.notes`.
 
 Scopes: `node` = all processes of the node; `broker` = that process alone, which its supervisor
-starts again.
+restarts.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def controller_kill(campaign: Campaign, plan: Round, load: Load) -> None:
 
 
 def freeze(campaign: Campaign, plan: Round, load: Load) -> None:
-    """A leader that is silent for a while, and comes back as if nothing had been."""
+    """Stop a leader for a while; then it continues."""
     cluster, victim = campaign.cluster, campaign.some_leader(plan)
     pids = [cluster.nodes[victim].pids()["broker"]] if plan.scope == "broker" else None
     begin = monotonic_s()
@@ -73,14 +73,14 @@ def freeze(campaign: Campaign, plan: Round, load: Load) -> None:
 
 
 def bounce(campaign: Campaign, plan: Round, load: Load) -> None:
-    """A clean stop and start of a leader."""
+    """Stop and start a leader cleanly."""
     cluster, victim = campaign.cluster, campaign.some_leader(plan)
     campaign.stop_cleanly(victim)
     cluster.start_nodes([victim])
 
 
 def rolling(campaign: Campaign, plan: Round, load: Load) -> None:
-    """All nodes, one after the other, with clients that must not notice."""
+    """Restart all nodes, one after the other; clients must not notice."""
     for node in campaign.cluster.nodes:
         campaign.stop_cleanly(node)
         campaign.cluster.start_nodes([node])
@@ -92,7 +92,7 @@ def rolling(campaign: Campaign, plan: Round, load: Load) -> None:
 
 
 def kill_all(campaign: Campaign, plan: Round, load: Load) -> None:
-    """The power of all nodes goes at once (page caches stay: kill -9)."""
+    """Kill all nodes at once (kill -9, so the page caches stay)."""
     cluster = campaign.cluster
     plan.victims = tuple(cluster.nodes)
     cluster.kill(*cluster.nodes)
@@ -100,7 +100,9 @@ def kill_all(campaign: Campaign, plan: Round, load: Load) -> None:
 
 
 def last_one_dies(campaign: Campaign, plan: Round, load: Load) -> None:
-    """Two replicas leave cleanly, the last one is killed: the second to leave is eligible (ELR)."""
+    """Two replicas leave cleanly, and the last one is killed: the second to leave is eligible
+    (ELR).
+    """
     cluster = campaign.cluster
     leader = campaign.some_leader(plan)
     first, second = campaign.cluster.others(leader)
@@ -116,7 +118,7 @@ def last_one_dies(campaign: Campaign, plan: Round, load: Load) -> None:
 
 
 def empty_disk(campaign: Campaign, plan: Round, load: Load) -> None:
-    """A node is replaced: new disk, new identity of its controller, the same id."""
+    """Replace a node: a new disk, a new identity of its controller, the same id."""
     cluster, victim = campaign.cluster, campaign.some_leader(plan)
     with cluster.admin(victim) as admin:
         quorum = admin.describe_metadata_quorum()
@@ -139,7 +141,7 @@ def empty_disk(campaign: Campaign, plan: Round, load: Load) -> None:
 
 
 def isolate_leader(campaign: Campaign, plan: Round, load: Load) -> None:
-    """A leader that reaches neither peers nor controllers, and that clients still reach."""
+    """Cut a leader off from peers and controllers; clients still reach it."""
     cluster, session_s = campaign.cluster, campaign.session_s
     victim = campaign.some_leader(plan)
     # A controller that is cut off notices later than a broker: until then the broker beside it
@@ -169,7 +171,9 @@ def isolate_leader(campaign: Campaign, plan: Round, load: Load) -> None:
 def _new_client_is_served(
     campaign: Campaign, topic: str, partition: int, victim: int, begin: float
 ) -> float:
-    """Seconds from `begin` to the first record that a client of the others gets acknowledged."""
+    """Return the seconds from `begin` to the first acknowledged record of a client of the other
+    brokers.
+    """
     cluster = campaign.cluster
     addresses = ",".join(cluster.brokers[node] for node in cluster.others(victim))
     with cluster.admin(victim) as admin:  # to make one for every look would be counted, too
@@ -194,7 +198,7 @@ def _leader(admin: AdminClient, topic: str, partition: int) -> int:
 def _judge(
     campaign: Campaign, plan: Round, witness: Witness, begin: float, healed: float, refused: str
 ) -> None:
-    """Rule R6, and what was parked."""
+    """Check rule R6, and the outcome of parked requests."""
     witness.end()
     last_s = witness.served_at - begin
     plan.notes["last_acks1_ms"] = round(1000 * last_s)  # since contact may have been lost
@@ -234,7 +238,7 @@ def _one_way(campaign: Campaign, plan: Round, load: Load, *, speaks: bool) -> No
 
 
 def cut_follower(campaign: Campaign, plan: Round, load: Load) -> None:
-    """One link goes, both ways: leader and one follower; the controllers see both."""
+    """Cut one link in both directions: leader and one follower; the controllers see both."""
     cluster, victim = campaign.cluster, campaign.some_leader(plan)
     cluster.network.isolate(victim, cluster.others(victim)[:1])
     block_s(plan.lasts_s)

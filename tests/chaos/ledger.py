@@ -1,14 +1,15 @@
-"""What the driver knows of each record it sent, and what that demands of the log.
+"""What the driver knows of each record it sent, and what the log must contain because of it.
 
-A record's value starts with its id; ids grow in send order.  Pure: the driver feeds it outcomes and
-what was read, and gets violations in words.  Columns, not objects: a campaign has millions.
+A record's value starts with its id; ids grow in send order.  Pure: the driver passes outcomes and
+the records that were read, and gets violations in words.  The ledger uses columns instead of
+objects, because a campaign has millions of records.
 
 Demands, for every partition
-  D1  offsets and ids both grow: nothing twice, and order is send order
-  D2  an acknowledged record is there, at the offset that was acknowledged
-  D3  a record of unknown outcome is there once or not at all
-  D4  a record refused before it was sent is not there
-  D5  nothing is there that was not sent
+  D1  offsets and ids both grow: no record is there twice, and the order is the send order
+  D2  an acknowledged record is there, at the acknowledged offset
+  D3  a record of unknown outcome is there at most once
+  D4  a record that was refused before it was sent is not there
+  D5  no record is there that was not sent
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _ACKNOWLEDGED, _PENDING = _CODES[Outcome.ACKNOWLEDGED], _CODES[Outcome.PENDING]
 
 
 class Read:
-    """What was read of one partition: offsets and ids, in reading order."""
+    """The records read of one partition: offsets and ids, in reading order."""
 
     __slots__ = ("ids", "offsets")
 
@@ -57,7 +58,7 @@ class Read:
 
 
 class Ledger:
-    """Ids are positions in the columns."""
+    """The sent records; an id is a position in the columns."""
 
     def __init__(self) -> None:
         self._partitions = array("q")
@@ -68,7 +69,7 @@ class Ledger:
         return len(self._outcomes)
 
     def send(self, partition: int) -> int:
-        """A new record's id, to be put into its value."""
+        """Return a new record's id, which is put into its value."""
         self._partitions.append(partition)
         self._offsets.append(-1)
         self._outcomes.append(_PENDING)
@@ -90,7 +91,9 @@ class Ledger:
         return sorted(set(self._partitions))
 
     def violations(self, partition: int, found: Read | Sequence[tuple[int, int]]) -> list[str]:
-        """`found`: (offset, id) of the partition from offset 0 to the end, in reading order."""
+        """Return the broken demands; `found`: (offset, id) of the partition from offset 0 to the
+        end.
+        """
         read = found if isinstance(found, Read) else Read(found)
         offsets, ids = np.array(read.offsets), np.array(read.ids)
         told = _order(offsets, ids)
@@ -108,7 +111,9 @@ class Ledger:
         return [f"partition {partition}: {words}" for words in told]
 
     def _promises(self, mine: np.ndarray, where: np.ndarray) -> list[str]:
-        """D2, D4: what was said of this partition's records, and where they are (-1 = nowhere)."""
+        """Check D2 and D4: the outcomes of this partition's records, and where the records are (-1
+        = nowhere).
+        """
         outcomes = np.array(self._outcomes, dtype=np.uint8)
         acknowledged = np.array(self._offsets)
         lost = mine & (outcomes == _ACKNOWLEDGED) & (where != acknowledged)
@@ -151,6 +156,6 @@ def value_of(number: int, padding: bytes) -> bytes:
 
 
 def number_of(value: bytes | None) -> int:
-    """The id in a value; -1 for what no driver wrote."""
+    """Return the id in a value; -1 for a value that no driver wrote."""
     head = (value or b"")[:ID_DIGITS]
     return int(head) if len(head) == ID_DIGITS and head.isdigit() else -1

@@ -15,7 +15,7 @@ TURN_S = 0.002
 
 
 class Load:
-    """Sends from its own thread until told to stop.  `lock` guards the ledger."""
+    """Sends from its own thread until it is stopped.  `lock` guards the ledger."""
 
     def __init__(
         self,
@@ -54,16 +54,18 @@ class Load:
 
     @property
     def newest_acknowledged(self) -> int:
-        """Of any partition."""
+        """Return the newest acknowledged id of any partition."""
         return max(self.newest.values())
 
     def mark(self) -> int:
-        """Ids from here on are sent after this moment."""
+        """Return the id from which on records are sent after this moment."""
         with self.lock:
             return len(self.ledger)
 
     def served_since(self, mark: int, partitions: set[int] | None = None) -> bool:
-        """Each of these partitions (None = all) has acknowledged a record sent after `mark`."""
+        """Return whether each of these partitions (None = all) has acknowledged a record sent after
+        `mark`.
+        """
         return all(
             self.newest[each] >= mark
             for each in (self.newest if partitions is None else partitions)

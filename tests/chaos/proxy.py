@@ -32,7 +32,7 @@ HOST = "127.0.0.1"
 
 @dataclass(slots=True, frozen=True)
 class Link:
-    """Connections that node `source` opens to node `target`."""
+    """The connections that node `source` opens to node `target`."""
 
     source: int
     target: int
@@ -51,7 +51,7 @@ class Link:
 
 
 class Network:
-    """The proxies' process, from the driver's side."""
+    """The driver's handle of the process of the proxies."""
 
     def __init__(self, links: Iterable[Link]) -> None:
         command = [sys.executable, str(Path(__file__)), *map(str, links)]
@@ -61,11 +61,11 @@ class Network:
         self._answer("")
 
     def cut(self, source: int, target: int) -> None:
-        """One way."""
+        """Cut one direction."""
         self._ask(f"cut {source} {target}")
 
     def isolate(self, node: int, others: Iterable[int]) -> None:
-        """Both ways, from all others."""
+        """Cut a node off from all others, in both directions."""
         for other in others:
             self.cut(node, other)
             self.cut(other, node)
@@ -110,7 +110,7 @@ class Gates:
 
 
 class Proxy:
-    """One link."""
+    """The proxy of one link."""
 
     def __init__(self, link: Link, gates: Gates) -> None:
         self._link = link
@@ -137,7 +137,9 @@ class Proxy:
 
 
 async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, gate: asyncio.Event):
-    """Until an end closes; a reset on one side is a reset on the other, once the gate is open."""
+    """Forward bytes until an end closes; a reset on one side becomes a reset on the other, once the
+    gate is open.
+    """
     try:
         while chunk := await reader.read(CHUNK):
             await gate.wait()

@@ -1,4 +1,6 @@
-"""What the replicas of a partition hold on disk: the same bytes below the high watermark."""
+"""Compares the replicas of a partition on disk: they have the same bytes below the high
+watermark.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from pk.log.batch import HEADER_BYTES
 
 
 def _batches(directory: Path, below: int) -> Iterator[tuple[int, int, int, bytes]]:
-    """(base offset, next offset, leader epoch, bytes) of the batches of a partition."""
+    """Return (base offset, next offset, leader epoch, bytes) of the batches of a partition."""
     for path in sorted(directory.glob("*.log")):
         raw = path.read_bytes()
         at = 0
@@ -29,7 +31,7 @@ def _batches(directory: Path, below: int) -> Iterator[tuple[int, int, int, bytes
 
 
 def compare(directories: dict[int, Path], below: int) -> list[str]:
-    """Violations, in words.  `below`: the high watermark; every replica must reach it."""
+    """Return violations in words.  `below`: the high watermark, which every replica must reach."""
     told, digests = [], {}
     for node, directory in directories.items():
         digest, end = hashlib.sha256(), 0
@@ -47,7 +49,7 @@ def compare(directories: dict[int, Path], below: int) -> list[str]:
 
 
 def _first_difference(directories: dict[int, Path], below: int) -> str:
-    """Where the logs part."""
+    """Return where the logs diverge."""
     readers = [_batches(directory, below) for directory in directories.values()]
     name = next(iter(directories.values())).name
     for found in zip(*readers, strict=False):

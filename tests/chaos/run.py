@@ -63,7 +63,7 @@ TIER_MAX_S = 120.0
 
 @dataclass(slots=True)
 class Round:
-    """What was drawn, and what came of it."""
+    """The drawn options of a round, and its outcome."""
 
     victim: str
     kill_after_s: float
@@ -88,7 +88,7 @@ class Round:
 
 
 class Driver:
-    """One node, one ledger, one consumer that lives through every kill."""
+    """One node, one ledger, and one consumer that reads through every kill."""
 
     def __init__(self, server: EmbeddedServer, rng: random.Random) -> None:
         self.server = server
@@ -158,7 +158,7 @@ class Driver:
         )
 
     def answers(self) -> bool:
-        """Whether a patient producer is served: the drawn one may give up sooner than a busy
+        """Return whether a patient producer is served: the drawn one may give up before a busy
         machine answers.
         """
         patience_ms = int(RECOVERY_MAX_S * 1000)
@@ -169,8 +169,8 @@ class Driver:
         return load.newest_acknowledged >= 0
 
     def living_with(self, victim: str) -> dict[str, int]:
-        """The processes, once the victim is among them: an earlier round's may be on its way
-        back.
+        """Return the processes, once the victim is among them: that of an earlier round may still
+        be starting.
         """
         wanted = "broker" if victim == "all" else victim
         deadline = monotonic_s() + RECOVERY_MAX_S
@@ -192,7 +192,7 @@ class Driver:
             self.server.start()
 
     def read_on(self) -> None:
-        """The long-lived consumer reads to the present end."""
+        """Let the long-lived consumer read to the present end."""
         self._read_to_end(self.consumer, self.read)
         for number, found in self.read.items():
             self.violations += self.ledger.violations(number, found)
@@ -215,7 +215,7 @@ class Driver:
                 into[partition.partition].add(offsets, [number_of(value) for value in values])
 
     def check_everything(self) -> dict[str, int]:
-        """A fresh consumer from offset 0, and the table without pk."""
+        """Check a fresh consumer from offset 0, and the table without pk."""
         fresh = {number: Read() for number in self.read}
         consumer = self.new_consumer()
         try:
@@ -276,7 +276,9 @@ class Driver:
 
 
 def victims(rounds: int, rng: random.Random) -> list[str]:
-    """Every victim in turn, shuffled within each turn, so that few rounds meet all of them."""
+    """Yield every victim in turn, shuffled within each turn, so that few rounds cover all of
+    them.
+    """
     drawn: list[str] = []
     while len(drawn) < rounds:
         turn = list(VICTIMS)

@@ -1,4 +1,4 @@
-"""The judge of the chaos runs must itself be able to say no: one canary per demand."""
+"""The judge of the chaos runs must be able to find violations: one canary per demand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ledger import Ledger, Outcome, number_of, value_of
 
 
 def four() -> Ledger:
-    """Ids 0 and 1 acknowledged at 0 and 1, 2 unknown, 3 refused; all in partition 0."""
+    """Return ids 0 and 1 acknowledged at 0 and 1, 2 unknown, 3 refused; all in partition 0."""
     ledger = Ledger()
     for number in range(4):
         assert ledger.send(0) == number

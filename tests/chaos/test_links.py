@@ -1,4 +1,4 @@
-"""The network under a tested cluster: a port of its own for every link."""
+"""The network under a tested cluster: every link has a port of its own."""
 
 from __future__ import annotations
 

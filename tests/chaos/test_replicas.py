@@ -1,4 +1,4 @@
-"""The comparison of replicas must itself be able to say no."""
+"""The comparison of replicas must be able to find differences."""
 
 from __future__ import annotations
 

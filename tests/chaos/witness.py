@@ -33,7 +33,7 @@ REFUSED_MAX_S = 2.0
 
 
 class Witness:
-    """A partition's client that talks to one broker only, from its own thread."""
+    """A partition's client that uses one broker only, from its own thread."""
 
     def __init__(self, address: str, topic_id: str, partition: int) -> None:
         self.address, self.topic_id, self.partition = address, topic_id, partition
@@ -47,7 +47,7 @@ class Witness:
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
 
     def start(self) -> None:
-        """Returns once acks=1 was served."""
+        """Return once acks=1 was served."""
         self._thread.start()
         if not self._ready.wait(STARTED_MAX_S):
             raise RuntimeError(f"{self.address} does not serve: {self.refused}")
@@ -57,12 +57,12 @@ class Witness:
         self._park.set()
 
     def end(self) -> None:
-        """Returns once the parked batch was answered, or never will be."""
+        """Return once the parked batch was answered, or can no longer be answered."""
         self._stop.set()
         self._thread.join()
 
     def refused_session(self) -> str:
-        """The error a new session gets; '' = it is let in."""
+        """Return the error that a new session gets; '' = it is accepted."""
         return asyncio.run(self._knock())
 
     async def _knock(self) -> str:

@@ -81,9 +81,7 @@ def refused(address: str, partition: int, kind: type[errors.PkError]) -> str:
 
 
 def test_no_log_of_an_only_replica_is_thrown_away(tmp_path: Path) -> None:
-    """The identity is restored if a second copy has it; otherwise the log is offline, or kept
-    aside.
-    """
+    """A second copy restores the identity; else the log is offline, or kept aside."""
     with EmbeddedServer(tmp_path) as server, AdminClient(server.address) as admin:
         topic_id = admin.create_topic(TOPIC, 5).topic_id
         fill(server.address, 5)

@@ -40,7 +40,7 @@ SESSION_MS = SERVER["broker_session_timeout_ms"]
 
 
 class BrokerLog(tracing.Log):
-    """What a broker says, in the trace; its bugs fail the test."""
+    """The log of a broker, written into the trace; a reported bug fails the test."""
 
     def __init__(self, name: str, kit: Kit) -> None:
         super().__init__(name, lambda: 0)
@@ -133,7 +133,7 @@ class Kit:
         self.sim.start(f"b{n}", main)
 
     def kill(self, n: int) -> None:
-        """kill -9: what is WRITTEN stays."""
+        """Kill the node like kill -9: data that are WRITTEN stay."""
         self.brokers.pop(n, None)
         self.sim.kill(f"b{n}")
         self.storages[n].crash()
@@ -146,13 +146,13 @@ class Kit:
         self.boots[n] += 1
 
     def empty_disk(self, n: int) -> None:
-        """The node comes back with a new, empty disk."""
+        """Restart the node with a new, empty disk."""
         self.kill(n)
         self.boots[n] += 1
         self.storages[n] = SimStorage(f"e{n}", self.sim.random(f"disk{n}/{self.boots[n]}"))
 
     def drain(self, n: int) -> None:
-        """A clean stop, to its end."""
+        """Stop the node cleanly, and wait for the end."""
         task = self.sim.spawn(f"b{n}", self.brokers[n].close())
         self.until(task.done)
         self.kill(n)
@@ -169,7 +169,9 @@ class Kit:
         self._check()
 
     def _check(self) -> None:
-        """No bug; an open log exactly of the replicas that say so (replica/state H1)."""
+        """Check that there is no bug, and that a log is open exactly for the states that say so
+        (replica/state H1).
+        """
         assert not self.bugs, self.bugs[0]
         for broker in self.brokers.values():
             said = {each.key for each in broker.core.replicas if each.state in OPEN}
@@ -224,7 +226,7 @@ class Kit:
         )
 
     def content(self, n: int, topic: str) -> bytes:
-        """Every batch of a replica's log, as stored."""
+        """Return every batch of a replica's log, as stored."""
         log = self.replica(n, topic).log
         at, found = log.local_log_start, b""
         while at < log.written_end:
@@ -262,7 +264,7 @@ class Kit:
         assert not reply.results[0].HasField("error"), reply
 
     def spawn_ask(self, request: Any, n: int) -> Any:
-        """A call to broker `n` as a task."""
+        """Call broker `n` in a task."""
 
         async def story() -> Any:
             cluster = self.cluster("admin")
@@ -276,7 +278,7 @@ class Kit:
         return self.sim.spawn("admin", story())
 
     def ask(self, request: Any) -> Any:
-        """One call to any broker that answers."""
+        """Call any broker that answers."""
 
         async def story() -> Any:
             cluster = self.cluster("admin")
@@ -309,14 +311,14 @@ class Kit:
             change(f"b{n}", name)
 
     def spread(self, topic: str, **configs: Any) -> None:
-        """A topic with a partition led by each broker."""
+        """Create a topic with one partition led by each broker."""
         self.create(topic, partitions=len(self.boots), **configs)
         leaders = {self.state(topic, n).leader for n in range(len(self.boots))}
         assert leaders == set(self.boots)
 
 
 class Ledger:
-    """Sends numbered records one burst after another and notes what was acknowledged where."""
+    """Sends numbered records in bursts, and notes the offset of each acknowledged one."""
 
     def __init__(self, kit: Kit, topic: str, **given: Any) -> None:
         self.kit = kit
@@ -346,7 +348,7 @@ class Ledger:
             self.engine.poke()
 
     def _append(self, accumulator: RecordAccumulator) -> None:
-        """Hand the next record to the producer."""
+        """Give the next record to the producer."""
         number, self.sent = self.sent, self.sent + 1
         value = b"%d" % number
         size = record_size(value, None, None, self.topic)
@@ -380,7 +382,7 @@ class Ledger:
         )
 
     def rows(self) -> dict[int, int]:
-        """offset -> number, as a consumer reads it from the beginning."""
+        """Return offset -> number, as a consumer reads it from the beginning."""
         kit = self.kit
         world = kit.sim.world_of("reader")
         options = consumer_options({"auto_offset_reset": "earliest", **RETRIES})
@@ -418,7 +420,7 @@ class Ledger:
 
 
 def written(kit: Kit, topic: str, count: int) -> Ledger:
-    """A topic at rest whose replicas all have everything."""
+    """Create a topic without load, whose replicas all have every record."""
     ledger = Ledger(kit, topic)
     ledger.more(count)
     ledger.stop()
@@ -437,7 +439,9 @@ def assign(kit: Kit, topic: str, *replicas: int) -> None:
 
 
 class Lines:
-    """One producer; a numbered record to every partition of a topic every few milliseconds."""
+    """One producer that sends a numbered record to every partition of a topic every few
+    milliseconds.
+    """
 
     def __init__(
         self, kit: Kit, topic: str, partitions: int = 1, bootstrap: Any = None, **given: Any
@@ -497,7 +501,7 @@ class Lines:
 
 
 class Reader:
-    """One consumer of every partition, from the beginning."""
+    """One consumer of every partition, which reads from the beginning."""
 
     def __init__(self, kit: Kit, topic: str, partitions: int = 1) -> None:
         self.kit = kit

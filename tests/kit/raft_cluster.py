@@ -98,7 +98,7 @@ class RaftCluster:
             await self._work(log, world)
 
     async def _work(self, log: RaftLog[MetadataRecord], world: World) -> None:
-        """A topic, and a setting said again, as long as this node leads."""
+        """Append a topic, and a setting again and again, as long as this node leads."""
         while log.leadership.start != NONE:
             await world.clock.sleep_ms(world.rng.uniform(*self.pace_ms))
             self.tried += 1
@@ -131,7 +131,7 @@ class RaftCluster:
         return max(leaders, key=lambda n: n.log.epoch if n.log else 0, default=None)
 
     def fatal(self) -> list[BaseException]:
-        """Every error that ended a log."""
+        """Return every error that ended a log."""
         return [failure for node in self.nodes for failure in node.fatal]
 
     def run(self, ms: float) -> None:
@@ -141,7 +141,7 @@ class RaftCluster:
         self.sim.run_until(holds)
 
     def heal(self) -> None:
-        """Mend every link."""
+        """Undo all cuts of links."""
         for a in self.nodes:
             for b in self.nodes:
                 if a is not b:

@@ -1,4 +1,5 @@
-"""Apache Kafka as the peer: it starts, comes back after a stop, is timed, and agrees with pk.
+"""Apache Kafka as the peer of the benchmarks: it starts, works again after a stop, is timed, and
+agrees with pk.
 
 `make peer`; needs Java and, the first time, a Maven repository.
 """
@@ -34,8 +35,9 @@ def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaSide]:
 
 
 def test_it_comes_back_after_a_stop(kafka: KafkaSide) -> None:
-    """bench M2: stopped for longer than a request waits, then timed again only when it is
-    steady."""
+    """bench M2: it was stopped for longer than a request waits, and is timed again only when it is
+    steady.
+    """
     before = kafka.probe()
     sides.freeze(kafka)
     time.sleep(3)

@@ -1,4 +1,4 @@
-"""The end of a log in memory against the log itself, whatever happens to it in between."""
+"""The end of a log in memory compared with the log itself, whatever happens to it in between."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BASE = LogConfig.of(settings.TOPIC.resolve({}))
 
 
 class Life:
-    """A log that is appended to, cut, rolled and shortened; some of its writes fail."""
+    """A log that is appended to, truncated, rolled and shortened; some of its writes fail."""
 
     def __init__(self, seed: int, recent_bytes: int) -> None:
         self.rng = random.Random(seed)
@@ -111,7 +111,7 @@ def test_memory_gives_what_the_log_gives_or_nothing(seed: int, recent_bytes: int
 
 
 def test_it_is_asked_and_answers() -> None:
-    """The test above looks at something."""
+    """Checks that the test above really reads from the cache."""
     life = Life(1, 10**6)
     for _ in range(40):
         life.step()

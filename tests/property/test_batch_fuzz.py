@@ -1,5 +1,5 @@
-"""Batches against hypothesis: what goes in comes out, and no byte string does anything but a typed
-error (rule L13).
+"""Batches with hypothesis: decoding returns the encoded rows, and any byte string leads to a typed
+error at worst (rule L13).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def hostile(raw: bytes) -> None:
 def test_flipped_bits_with_a_right_checksum(
     seed: int, codec: str, rows: list[tuple[bytes | None, bytes | None, int, None]]
 ) -> None:
-    """The checksum protects against accidents; a hostile peer computes it."""
+    """The checksum protects from accidents; a hostile peer computes a valid one."""
     rng = random.Random(seed)
     values, keys, stamps, headers = (list(column) for column in zip(*rows, strict=True))
     good = b"".join(columns.encode_lists(values, keys, stamps, headers, codec=codec))
@@ -117,7 +117,7 @@ def test_any_bytes(raw: bytes) -> None:
 def test_slices_encode_like_copies(
     rows: list[tuple[bytes | None, bytes | None, int, None]], codec: str, at: int, size: int
 ) -> None:
-    """An Arrow slice shares its parent's buffers; nothing of the rest may leak into the batch."""
+    """An Arrow slice shares its parent's buffers; no other row may get into the batch."""
     values, keys, _, headers = (list(column) for column in zip(*rows, strict=True))
     lists = [None if row is None else [{"key": k, "value": v} for k, v in row] for row in headers]
     table = pa.record_batch(

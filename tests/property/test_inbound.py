@@ -1,4 +1,4 @@
-"""Rule L17: the budget of inbound frames under any peers, driven by models of their sockets."""
+"""Rule L17: the budget of inbound frames with any peers, driven by models of their sockets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STREAMS = 12
 
 
 class Peer:
-    """One stream as pk.wire.socket_stream drives the budget."""
+    """One stream, which uses the budget as pk.wire.socket_stream does."""
 
     def __init__(self, budget: MemoryPool, rng: random.Random, kind: str) -> None:
         self.budget = budget
@@ -89,7 +89,7 @@ class Peer:
         return {"drips": 10}.get(self.kind, self.rng.choice([1_000, 64 * KIB, 400 * KIB]))
 
     def take(self, now_ms: int) -> None:
-        """The handler."""
+        """Take frames as the handler does."""
         if self.whole and self.kind != "deaf":
             size = self.whole.pop(0)
             if size > 64 * KIB or not self.budget.ebbed(self.account, size):
@@ -141,7 +141,7 @@ class World:
         self.check()
 
     def done(self, kind: str) -> int:
-        """Frames of all peers of a kind, closed ones included."""
+        """Return the finished frames of all peers of a kind, including closed ones."""
         return sum(each.done for each in self.peers + self.closed if each.kind == kind)
 
     def ready(self) -> None:
@@ -161,8 +161,8 @@ POOLS = st.sampled_from([0, FRAME_MAX, 2 * FRAME_MAX, 5 * FRAME_MAX])
 def test_the_budget_is_kept_and_an_honest_peer_is_served(
     seed: int, kinds: list[str], pool: int
 ) -> None:
-    """wire/inbound M1 to M5: beside any others, an honest peer and a known one finish frame after
-    frame.  The honest one may be refused, and comes again.
+    """wire/inbound M1 to M5: beside any other peers, an honest peer and a known one finish frame
+    after frame.  The honest one may be refused, and connects again.
     """
     world = World(seed, ["honest", "known", *kinds][:STREAMS], pool)
     known = world.peers[1]

@@ -34,7 +34,7 @@ CONFIG = replace(
 
 @dataclass
 class Run:
-    """One life after the other of a log, and what it promised."""
+    """One life of a log after another, and the records that each confirmed."""
 
     seed: int
     flush_on_ack: bool = False
@@ -111,7 +111,7 @@ class Run:
         )
 
     def step(self) -> None:
-        """One random thing that brokers do."""
+        """Do one random thing that brokers do."""
         what = self.rng.choice(
             ["append"] * 6
             + ["flush", "sealed", "checkpoint", "roll", "epoch", "retain", "full", "reopen"]
@@ -161,7 +161,7 @@ class Run:
             remove()
 
     def check(self, floor: int) -> None:
-        """Everything that is served is right, and reaches at least `floor`."""
+        """Check that everything that is served is right, and reaches at least `floor`."""
         log = self.log
         assert log.written_end >= floor, (log.written_end, floor, log.notes)
         offset = max(self.log_start, log.local_log_start)
@@ -260,7 +260,9 @@ def test_nothing_promised_is_lost_at_any_write_point(
 
 @pytest.mark.parametrize("seed", [7, 8, 9])
 def test_a_log_goes_on_through_many_lives(seed: int) -> None:
-    """Death after death, the same log: what was promised in any life is still there in the last."""
+    """The same log dies again and again: records that were confirmed in any life are still there in
+    the last.
+    """
     rng = random.Random(seed)
     run = Run(seed)
     run.start()

@@ -1,8 +1,8 @@
-"""A partition log against a plain list of batches, whatever is done to it and whatever fails.
+"""A partition log compared with a plain list of batches, whatever is done to it and whatever fails.
 
-The list knows what was promised: what is served, found by time, by epoch and by producer, and what
-of it may be gone after a process died, a disk was full or the power went.  What a manager keeps
-beside a log (its recovery point and its start) is moved in the manager's order.
+The list knows what was confirmed: what is served and found by time, by epoch and by producer, and
+what may be lost after a process death, a full disk or a power loss.  The facts that a manager keeps
+beside a log (its recovery point and its start) change in the manager's order.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class Batch(NamedTuple):
 
 @dataclass
 class Known:
-    """Who wrote, told by the records: an own way to say what log/producers.py says."""
+    """The producers, computed from the records: a second way to compute what log/producers.py
+    computes.
+    """
 
     writers: dict[int, tuple[int, list[tuple[int, int]]]] = field(default_factory=dict)
     open: dict[int, int] = field(default_factory=dict)
@@ -81,7 +83,7 @@ class Known:
 
 
 class Life:
-    """The log, its list, and what a manager keeps of it."""
+    """The log, its list, and the facts that a manager keeps beside it."""
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
@@ -137,7 +139,9 @@ class Life:
     # -- appends -----------------------------------------------------------------------------------
 
     def _batch(self) -> None:
-        """Decide one more: a plain one, a producer's, a transaction's, a marker, or a retry."""
+        """Decide one more batch: a plain one, a producer's, a transaction's, a marker, or a
+        retry.
+        """
         rng, log = self.rng, self.log
         who = rng.choice([-1, 1, 2, 3, 4])
         state = self.log.producers.get(who)
@@ -280,7 +284,7 @@ class Life:
         self.fresh = None
 
     def begin_anew(self) -> None:
-        """As the manager does."""
+        """Start the log again, as the manager does."""
         offset = self.rng.randint(max(0, self.end - 15), self.end + 15)
         snapshot = Producers().snapshot(offset)
         self.point = min(self.point, offset, self.log.local_log_start)
@@ -294,7 +298,7 @@ class Life:
         self.log.log_start = self.start = min(self.log.written_end, self.start)
 
     def _reshape(self, work: Callable[[], None], low: int) -> None:
-        """A cut, or a new beginning, that a full disk may leave half-way."""
+        """Truncate the log or start it again; a full disk may stop either half-way."""
         self.low = low
         with self._maybe_full():
             work()
@@ -332,8 +336,8 @@ class Life:
         self.synced = self.log.synced_end if power else min(self.synced, self.end)
 
     def adopt(self, floor: int, *, exact: bool) -> None:
-        """The log may end anywhere from `floor` on: the list is cut there, or goes on with what was
-        decided.
+        """Accept a log that ends anywhere from `floor` on: cut the list there, or continue it with
+        decided batches.
         """
         end, self.decided = self.log.written_end, []
         everything = [b for b in self.list if b.next <= floor]
@@ -356,7 +360,7 @@ class Life:
         self.epoch = max(self.epoch, self.log.last_epoch)
 
     def _found_from(self, offset: int) -> list[Batch]:
-        """What the log holds from there on; all of it was once decided for where it stands."""
+        """Return what the log holds from there on; all of it was once decided for its place."""
         found: list[Batch] = []
         first = self.log.segments[0].base_offset
         if first > offset:  # dropped, or the log started again

@@ -1,4 +1,6 @@
-"""Reads against a naive model: any batches, index, bounds; damaged derived files change nothing."""
+"""Reads compared with a naive model: any batches, index, bounds; damaged derived files change
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ class Model:
     def expected(
         self, offset: int, bound: int, max_bytes: int, segments: list[int]
     ) -> tuple[int, int]:
-        """(first base, next offset) of what a read must give; no bytes = (offset, offset)."""
+        """Return (first base, next offset) that a read must give; without bytes (offset,
+        offset).
+        """
         bound = min(bound, self.log.written_end)
         first = next((b for b in self.batches if b[1] > offset), None)
         if first is None or offset >= bound or first[1] > bound:

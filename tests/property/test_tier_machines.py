@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 def now(coro: Coroutine[Any, Any, T]) -> T:
-    """Run a fake's coroutine: it never waits."""
+    """Run a fake's coroutine, which never waits."""
     try:
         coro.send(None)
     except StopIteration as done:
@@ -44,7 +44,7 @@ def now(coro: Coroutine[Any, Any, T]) -> T:
 
 @dataclass
 class Node:
-    """One tier process: an owner and its copiers; a crash forgets it."""
+    """One tier process: an owner and its copiers; a crash loses their state."""
 
     owner: Owner
     copiers: dict[int, Copier]
@@ -142,7 +142,7 @@ class Model:
     # -- what happens ------------------------------------------------------------------------------
 
     def happen(self, index: int, fault: str) -> None:
-        """One waiting effect is performed; `fault` = how it goes wrong."""
+        """Perform one waiting effect; `fault` = how it goes wrong."""
         node = self.node
         assert node is not None
         if not node.bag:
@@ -219,7 +219,7 @@ class Model:
         return copying.Uploaded(asked, end, asked.leader_epoch, add)
 
     def fire(self) -> None:
-        """The next timer."""
+        """Fire the next timer."""
         node = self.node
         assert node is not None
         if not node.timers:
@@ -237,7 +237,7 @@ class Model:
         return state.versions[-1] if state is not None else None
 
     def rival(self, partition: int) -> None:
-        """Another owner (of a leader that was deposed) commits what it believes is next."""
+        """Let another owner (of a deposed leader) commit what it believes is next."""
         if self.snapshot() is None:
             return
         rival = self.tables.table(TOPIC, TOPIC_ID)
@@ -307,7 +307,7 @@ class Model:
             assert counters.end <= max(self.stable[p], self.log_start[p])
 
     def settle(self) -> None:
-        """Faults stop: everything stable gets into the table, and all of it may be dropped."""
+        """End the faults: every stable record gets into the table, and all of it may be dropped."""
         for _ in range(3_000):
             self.happen(0, "")
             snapshot = self.snapshot()
@@ -324,7 +324,7 @@ FAULTS = ("", "", "", "", "lost request", "lost reply")
 
 
 def disturb(model: Model, chance: random.Random) -> None:
-    """Something from outside the machines."""
+    """Do something from outside the machines."""
     where = chance.randrange(model.partitions)
     match chance.choice(
         ("append", "append", "append", "crash", "optimize", "delete", "leader", "claim")
@@ -369,7 +369,7 @@ def test_each_stable_offset_is_in_the_table_exactly_once(
 
 
 def test_the_fake_never_waits() -> None:
-    """The harness runs fakes without a loop; a real coroutine must be noticed."""
+    """The harness runs fakes without a loop; a coroutine that really waits must be noticed."""
     loop = asyncio.new_event_loop()
     try:
         assert loop.run_until_complete(MemoryTables().table("a", "b").load([])) is None

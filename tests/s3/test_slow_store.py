@@ -56,7 +56,7 @@ def proxy(s3_server: S3Server) -> Iterator[SlowProxy]:
 
 
 class Node:
-    """A server whose store is behind the proxy, and what was stored in it."""
+    """A server whose store is behind the proxy, and the records stored in it."""
 
     def __init__(self, home: Path, store: S3Server, proxy: SlowProxy) -> None:
         with socket.socket() as probe:
@@ -80,7 +80,7 @@ class Node:
         self.stored: dict[int, list[bytes]] = {number: [] for number in range(PARTITIONS)}
 
     def produce(self, producer: Producer, count: int) -> None:
-        """Each is acknowledged, or this raises."""
+        """Produce records; return once each is acknowledged, or raise."""
         futures = []
         for _ in range(count):
             for partition, values in self.stored.items():
@@ -90,7 +90,7 @@ class Node:
             future.result(PATIENCE_S)
 
     def read(self, starts: dict[int, int]) -> dict[int, list[bytes]]:
-        """Every value from these offsets to the end of what is stored."""
+        """Return every value from these offsets to the end of the stored records."""
         found: dict[int, list[bytes]] = {number: [] for number in self.stored}
         with Consumer(self.server.address, auto_offset_reset="none") as consumer:
             places = [TopicPartition(TOPIC, number) for number in starts]
@@ -105,13 +105,17 @@ class Node:
         return found
 
     def table(self) -> Any:
-        """The table as it is in the store, asked without the proxy; None before the first one."""
+        """Return the table as it is in the store, read without the proxy; None before the first
+        one.
+        """
         with AdminClient(self.server.address) as admin:
             uri = admin.describe_tier(TOPIC).uri
         return DeltaTable(uri, storage_options=self.direct) if uri else None
 
     def check_local_drops(self) -> dict[int, int]:
-        """What left the local log is in the table (T6); where each local log begins now."""
+        """Check that every record that left the local log is in the table (T6); return where each
+        local log begins now.
+        """
         with AdminClient(self.server.address) as admin:
             starts = {each.partition: each.local_log_start for each in admin.describe_topics()}
         if any(starts.values()):
@@ -137,7 +141,7 @@ class Node:
         return float(line.split()[-1])
 
     def described(self) -> dict[str, Any]:
-        """`pk tier describe`, as a user asks."""
+        """Return `pk tier describe`, as a user gets it."""
         done = subprocess.run(
             [sys.executable, "-m", "pk.cli", "tier", "describe", TOPIC, "--json", "--bootstrap",
              self.server.address],
@@ -220,14 +224,16 @@ def test_a_slow_and_then_silent_store_holds_up_nothing_but_the_tier(
 
 
 def cold_until(consumer: Consumer) -> None:
-    """Polls until it raises: the client may ask the tier more than once before it tells."""
+    """Poll until it raises: the client may ask the tier more than once before it raises."""
     deadline = monotonic_s() + PATIENCE_S
     while monotonic_s() < deadline:
         assert not consumer.poll(0.5), "read from a store that does not answer"
 
 
 async def answered(call: Callable[[], Awaitable[Any]]) -> Any:
-    """The result of a call on a store that answers, but on a busy machine perhaps too late."""
+    """Return the result of a call on a store that answers, but on a busy machine perhaps too
+    late.
+    """
     deadline = monotonic_s() + PATIENCE_S
     while True:
         try:
@@ -240,7 +246,7 @@ async def answered(call: Callable[[], Awaitable[Any]]) -> Any:
 def test_every_call_on_a_silent_store_ends_by_itself(
     s3_server: S3Server, proxy: SlowProxy, tmp_path: Path
 ) -> None:
-    """And what was tried while it was silent does not stand in the way when it answers again."""
+    """Calls that were made while it was silent do not disturb those after it answers again."""
     chosen = {
         **s3_server.server_settings(f"silent/{tmp_path.name}"),
         "tier_endpoint_url": proxy.endpoint,

@@ -1,4 +1,6 @@
-"""What a person reads when a real S3 server refuses: through both libraries, one sentence each."""
+"""The error that a person reads when a real S3 server refuses: one sentence from each of both
+libraries.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def settings_of(s3: S3Server) -> StoreSettings:
 
 
 def told(settings: StoreSettings) -> list[errors.PkError]:
-    """What a write and the probe of the Delta log say."""
+    """Return the errors of a write and of the probe of the Delta log."""
 
     async def ask() -> list[errors.PkError]:
         store = open_store(settings, SystemClock())
@@ -75,7 +77,7 @@ def test_a_dead_endpoint(s3_server: S3Server) -> None:
 
 
 class Refusing(http.server.BaseHTTPRequestHandler):
-    """Answers every request as S3 does, with the code it was given."""
+    """Answers every request as S3 does, with the given code."""
 
     protocol_version = "HTTP/1.1"
     code = ""

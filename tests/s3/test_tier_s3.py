@@ -1,4 +1,4 @@
-"""The tier on a real S3 server: outages, refusals, and what is left of them."""
+"""The tier on a real S3 server: outages, refusals, and the state after them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ QUICK = {"refresh_interval_ms": 200, "recheck_ms": 200, "retry_backoff_ms": 50}
 
 @pytest.fixture
 def own_server(s3_server: S3Server, tmp_path: Path) -> S3Server:
-    """A server of this test's own, to be stopped and started."""
+    """Return a server for this test, which can be stopped and started."""
     binary = find_binary()
     assert binary is not None
     return S3Server(binary, tmp_path, free_port())
@@ -42,7 +42,9 @@ def chosen(server: S3Server, **more: object) -> StoreSettings:
 def test_kills_of_the_store_under_load_lose_and_double_nothing(
     own_server: S3Server, tmp_path: Path
 ) -> None:
-    """SIGKILL of the store again and again while files and commits are under way (rules T3, T5)."""
+    """SIGKILL of the store again and again while files and commits are in progress (rules T3,
+    T5).
+    """
     chance = random.Random(7)
 
     async def whole() -> None:

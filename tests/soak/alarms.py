@@ -44,7 +44,7 @@ _STEPS = (
 
 @dataclass(slots=True, frozen=True)
 class Alarm:
-    """One thing that happened; `at_ms` is the wall clock, 0 = not known."""
+    """One event; `at_ms` is the wall clock, 0 = unknown."""
 
     kind: str
     at_ms: int
@@ -60,9 +60,9 @@ class _Place:
 def of_metadata(
     records: Iterable[tuple[int, int, Any]], begin: int, end: int, topics: Mapping[str, str]
 ) -> list[Alarm]:
-    """`(offset, time in ms, record)` from offset 0 on; those in [begin, end) are judged, and
-    nothing behind is read: it may be half written.
+    """Return the alarms in `(offset, time in ms, record)` from offset 0 on.
 
+    Records in [begin, end) are judged.  Later ones are not read, because they may be half written.
     `topics`: names by id, for people.
     """
     places: dict[tuple[str, int], _Place] = {}
@@ -120,7 +120,7 @@ class Look:
 
 
 def of_looks(before: Look, after: Look) -> list[Alarm]:
-    """What changed between two looks."""
+    """Return the changes between two looks."""
     found: list[Alarm] = []
 
     def add(kind: str, what: str) -> None:
@@ -140,7 +140,7 @@ def of_looks(before: Look, after: Look) -> list[Alarm]:
 
 
 def of_lines(node: int, lines: Iterable[str]) -> list[Alarm]:
-    """What a node's processes say that is no everyday matter."""
+    """Return the unusual log lines of a node's processes."""
     found: list[Alarm] = []
     for line in lines:
         match = _LINE.match(line)
@@ -159,7 +159,7 @@ def _ms(stamp: str) -> int:
 
 
 def telling(node: int, lines: Iterable[str]) -> list[str]:
-    """Lines that say how it came to an alarm."""
+    """Return the log lines that explain an alarm."""
     matches = ((line, _LINE.match(line)) for line in lines)
     return [
         f"node {node}: {line[:300]}"
@@ -169,7 +169,7 @@ def telling(node: int, lines: Iterable[str]) -> list[str]:
 
 
 def counts(found: Iterable[Alarm]) -> dict[str, int]:
-    """How many of each kind; of every kind that is an alarm, also none."""
+    """Return the number of alarms of each kind, including kinds without an alarm."""
     told = dict.fromkeys(KINDS, 0)
     for alarm in found:
         if alarm.kind in told:
@@ -178,7 +178,9 @@ def counts(found: Iterable[Alarm]) -> dict[str, int]:
 
 
 def verdicts(witnesses: Mapping[str, Sequence[Alarm]]) -> list[Verdict]:
-    """A kind is kept if no witness saw it; the figure is what the one who saw most has."""
+    """Return one verdict per kind: it passes if no witness saw it; the figure is the largest count
+    of a witness.
+    """
     by_witness = {name: counts(found) for name, found in witnesses.items()}
     found = []
     for kind in KINDS:

@@ -1,7 +1,8 @@
-"""An administrator who goes on working: topics come and go, so that the metadata log is written.
+"""An administrator that keeps working: topics are created and deleted, so that the metadata log is
+written.
 
-Every change is synced by a majority of controllers, on disks that the load keeps busy.  How long
-that takes is what brokers wait for when they register, and what heartbeats queue behind.
+A majority of controllers syncs every change, on disks that the load keeps busy.  Registrations of
+brokers wait as long as such a sync takes, and heartbeats queue behind it.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ class Children:
         self._spawn("probe", "probe.py", *where, "--topic", PROBED, *count)
 
     def wait_ready(self) -> None:
-        """All of them work, and end in order when they are asked to."""
+        """Wait until all of them work; they end in order when they are asked to."""
         for name, process in self._running.items():
             assert process.stdout is not None
             if "ready" not in process.stdout.readline():
@@ -139,11 +139,11 @@ class Children:
         return self._root / f"acked{number}"
 
     def dead(self) -> list[str]:
-        """Names of those that failed already."""
+        """Return the names of those that have failed."""
         return [name for name, process in self._running.items() if process.poll()]
 
     def finish(self) -> dict[str, Any]:
-        """End them, those that write first; what each found."""
+        """End them, the writers first; return what each found."""
         return {
             name: self._finish(name)
             for name in sorted(self._running, key=lambda name: name == "consumer")
@@ -164,7 +164,7 @@ class Children:
             process.wait()
 
     def records(self) -> tuple[dict[int, list[Run]], dict[str, dict[int, Any]]]:
-        """What was acknowledged by partition, and what the consumer read and lost."""
+        """Return the acknowledged runs by partition, and what the consumer read and lost."""
         acked: dict[int, list[Run]] = defaultdict(list)
         for number in range(PRODUCERS):
             for line in self.acked(number).read_text().splitlines():
@@ -281,14 +281,14 @@ class Watch:
     # -- figures -----------------------------------------------------------------------------------
 
     def rate(self) -> float:
-        """Records a second, lately."""
+        """Return the recent records per second."""
         if len(self.high_watermarks) < 2:
             return 0.0
         (begin, first), (end, last) = self.high_watermarks[-10:][0], self.high_watermarks[-1]
         return (last - first) / (end - begin) if end > begin else 0.0
 
     def by_minute(self) -> list[int]:
-        """Records a second in each minute, the last one as far as it goes."""
+        """Return the records per second in each minute; the last minute may be incomplete."""
         minutes: dict[int, tuple[float, int]] = {}
         for at, mark in self.high_watermarks:
             minutes.setdefault(int(at // 60), (at, mark))
@@ -323,7 +323,9 @@ class Watch:
         return found
 
     def _contact(self, node: int) -> Verdict:
-        """How long a broker's last answered heartbeat had to do; fenced at the session timeout."""
+        """Return how old a broker's contact was when it was renewed; it is fenced at the session
+        timeout.
+        """
         name = "pk_controller_contact_age_ms"
         ages = window(self.before[node].buckets(name), self.after[node].buckets(name))
         return Verdict(
@@ -367,7 +369,7 @@ class Watch:
 
 
 def make_topics(admin: AdminClient) -> None:
-    """Create both and wait until all replicas of all partitions are in sync."""
+    """Create both topics and wait until all replicas of all partitions are in sync."""
     admin.create_topic(TOPIC, partitions=PARTITIONS, configs=TOPIC_SETTINGS)
     admin.create_topic(PROBED, partitions=PARTITIONS)
     deadline = monotonic_s() + WHOLE_S
@@ -378,7 +380,7 @@ def make_topics(admin: AdminClient) -> None:
 
 
 def thin(admin: AdminClient) -> list[str]:
-    """Partitions that are not led, or not by a leader with all replicas in sync."""
+    """Return the partitions without a leader, or without all replicas in sync."""
     try:
         states = admin.describe_topics([TOPIC, PROBED], timeout_s=ASK_S)
     except errors.RetriableError as trouble:
@@ -391,7 +393,7 @@ def thin(admin: AdminClient) -> list[str]:
 
 
 def metadata_records(folder: Path) -> Iterator[tuple[int, int, Any]]:
-    """`(offset, ms, record)` of a node's metadata log, as it lies on its disk."""
+    """Return `(offset, ms, record)` of a node's metadata log on its disk."""
     for file in sorted(folder.glob("__cluster_metadata-0/*.log")):
         for header, view in batches.iter_batches(file.read_bytes()):
             for offset, record in decode_batches(view):
@@ -399,7 +401,7 @@ def metadata_records(folder: Path) -> Iterator[tuple[int, int, Any]]:
 
 
 def of_metadata(cluster: EmbeddedCluster, admin: AdminClient, begin: int, end: int) -> list[Alarm]:
-    """What the metadata log has in [begin, end), from a node that has all of it."""
+    """Return the alarms of the metadata log in [begin, end), from a node that has all of it."""
     topics = {topic.topic_id: topic.name for topic in admin.list_topics()}
     for server in cluster.nodes.values():
         records = list(_whole(metadata_records(server.data / "metadata"), end))
@@ -409,7 +411,7 @@ def of_metadata(cluster: EmbeddedCluster, admin: AdminClient, begin: int, end: i
 
 
 def _whole(records: Iterator[tuple[int, int, Any]], end: int) -> Iterator[tuple[int, int, Any]]:
-    """Up to `end`: what is behind may be half written."""
+    """Return the records up to `end`; later ones may be half written."""
     for record in records:
         yield record
         if record[0] >= end - 1:
@@ -417,7 +419,7 @@ def _whole(records: Iterator[tuple[int, int, Any]], end: int) -> Iterator[tuple[
 
 
 def lines_since(cluster: EmbeddedCluster, since: Mapping[int, int]) -> dict[int, list[str]]:
-    """What each node has logged behind these places."""
+    """Return what each node has logged behind these positions."""
     found = {}
     for node, server in cluster.nodes.items():
         with server.log.open(errors="replace") as log:
@@ -428,7 +430,7 @@ def lines_since(cluster: EmbeddedCluster, since: Mapping[int, int]) -> dict[int,
 
 @contextmanager
 def progress(seconds: float) -> Iterator[Any]:
-    """Call it with a `Watch` now and then."""
+    """Return a function that shows the progress of a `Watch`."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -450,7 +452,7 @@ def progress(seconds: float) -> Iterator[Any]:
 
 
 def watch_for(watch: Watch, children: Children, seconds: float, tell: Any) -> None:
-    """Look until the time is over, or it makes no sense to go on."""
+    """Look until the time is over, or until there is no point in going on."""
     while watch.now_s < seconds:
         begin = monotonic_s()
         watch.look()
@@ -525,7 +527,7 @@ def records_verdict(acked: int, consumer: Mapping[str, Any], violations: list[st
 
 
 def load_verdicts(found: Mapping[str, Any], rates: list[int]) -> list[Verdict]:
-    """What the clients saw; no goals."""
+    """Return what the clients saw; there are no goals."""
     probe = found["probe"]
     silent = max(probe["longest_without_ack_ms"].values())
     loads = [found[f"load {number}"]["longest_without_ack_ms"] for number in range(PRODUCERS)]

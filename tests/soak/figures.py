@@ -47,7 +47,7 @@ class Verdict:
 
 
 def slope_per_s(points: Sequence[tuple[float, float]]) -> float:
-    """Theil–Sen; 0 for fewer than two moments."""
+    """Return the Theil–Sen slope; 0 for fewer than two moments."""
     slopes = [
         (later[1] - each[1]) / (later[0] - each[0])
         for each, later in itertools.combinations(sorted(points), 2)
@@ -63,13 +63,13 @@ def median(values: Sequence[float]) -> float:
 
 
 def share_within(values: Sequence[float]) -> float:
-    """Which share of the values is within 10 % of the median."""
+    """Return which share of the values is within 10 % of the median."""
     centre = median(values)
     return sum(abs(value - centre) <= WITHIN * centre for value in values) / len(values)
 
 
 def quantile(buckets: Mapping[float, float], q: float) -> float:
-    """A quantile of a Prometheus histogram (cumulative counts by upper bound), interpolated.
+    """Return a quantile of a Prometheus histogram (cumulative counts by upper bound), interpolated.
 
     A value above the last finite bound is reported as that bound.
     """
@@ -90,7 +90,7 @@ def quantile(buckets: Mapping[float, float], q: float) -> float:
 
 
 def longest(buckets: Mapping[float, float]) -> float:
-    """The upper bound of the last bucket that anything fell into; 0 if nothing did."""
+    """Return the upper bound of the last bucket with a value; 0 if there is none."""
     reached, below = 0.0, 0.0
     for bound in sorted(buckets):
         if buckets[bound] > below:
@@ -99,7 +99,7 @@ def longest(buckets: Mapping[float, float]) -> float:
 
 
 def slope_verdict(name: str, samples: Sequence[Sample], *, judged: bool = True) -> Verdict:
-    """F1; told only unless `judged`."""
+    """Return the verdict of F1; it is only reported unless `judged`."""
     slope = slope_per_s([(s.at_s, s.rss_anon_bytes) for s in samples]) * 60 / MIB
     return Verdict(
         f"{name}: RssAnon slope",
@@ -110,7 +110,7 @@ def slope_verdict(name: str, samples: Sequence[Sample], *, judged: bool = True) 
 
 
 def process_verdicts(name: str, samples: Sequence[Sample]) -> list[Verdict]:
-    """F1 and F2 of one process; too few samples say nothing, and that is a breach, too."""
+    """Return F1 and F2 of one process; too few samples are a breach, too."""
     if len(samples) < SAMPLES_MIN:
         return [Verdict(name, f"{len(samples)} samples", f"at least {SAMPLES_MIN}", False)]
     verdicts = [slope_verdict(name, samples)]
@@ -145,18 +145,20 @@ def disk_verdict(what: str, used: Sequence[int], bound: int) -> Verdict:
 
 
 def window(before: Mapping[float, float], after: Mapping[float, float]) -> dict[float, float]:
-    """What a histogram counted between two readings."""
+    """Return what a histogram counted between two readings."""
     return {bound: count - before.get(bound, 0) for bound, count in after.items()}
 
 
 def bound_of(buckets: Mapping[float, float]) -> str:
-    """The longest, in words."""
+    """Return the longest value in words."""
     bound = longest(buckets)
     return f"≤ {bound:,g} ms" if bound < math.inf else "beyond all bounds"
 
 
 def lag_verdict(role: str, before: Mapping[float, float], after: Mapping[float, float]) -> Verdict:
-    """How late a process's event loop was between two readings; a process must tell."""
+    """Return how late a process's event loop was between two readings; a missing metric is a
+    breach.
+    """
     counted = window(before, after)
     p50, p99 = (quantile(counted, q) for q in (0.5, 0.99))
     figure = f"p50 {p50:.2f} ms, p99 {p99:.1f} ms, longest {bound_of(counted)}"
@@ -172,7 +174,7 @@ def rate_verdict(sent: float, asked: float) -> Verdict:
 
 
 def table(verdicts: Sequence[Verdict]) -> str:
-    """For people."""
+    """Return the verdicts as a table for people."""
     words = {True: "kept", False: "BROKEN", None: ""}
     rows = [("what", "figure", "goal", "verdict")]
     rows += [(v.what, v.figure, v.goal, words[v.kept]) for v in verdicts]

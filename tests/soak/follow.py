@@ -2,9 +2,10 @@
 
     python tests/soak/follow.py --bootstrap HOST:PORT --topic T --partitions N --runs FILE
 
-Reads every partition from offset 0 until SIGTERM, and then on to the ends of that moment.  What
-retention removes before it comes is counted, and it goes on behind it.  Prints one JSON line when
-it begins and one at the end; `--runs` takes the runs it read and the ranges it lost, as JSON.
+It reads every partition from offset 0 until SIGTERM, and then on to the ends of that moment.
+Records that retention removes first are counted, and it continues behind them.  It prints one JSON
+line at the beginning and one at the end; `--runs` gets the runs that it read and the ranges that it
+lost, as JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ asked_to_stop: list[int] = []
 
 
 class Follower:
-    """One consumer and what it read."""
+    """One consumer and the records it read."""
 
     def __init__(self, consumer: Consumer, topic: str, partitions: int) -> None:
         self.consumer = consumer
@@ -40,7 +41,7 @@ class Follower:
         self._newest_s = monotonic_s()
 
     def position(self, partition: int) -> int:
-        """What is read next."""
+        """Return the offset that is read next."""
         runs, skipped = self.runs[partition], self.skipped[partition]
         read = runs[-1].offset + runs[-1].count if runs else 0
         return max(read, skipped[-1][1] if skipped else 0)
@@ -64,7 +65,7 @@ class Follower:
             self._newest_s = now
 
     def _skip(self) -> None:
-        """Retention was faster than we."""
+        """Skip the records that retention removed before they were read."""
         for place, begin in self.consumer.beginning_offsets(self.places).items():
             at = self.position(place.partition)
             if at < begin:

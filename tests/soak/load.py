@@ -33,7 +33,7 @@ asked_to_stop: list[int] = []
 
 
 class Waiting:
-    """Batches on their way, oldest first, and what is known of those that came."""
+    """Batches in flight, oldest first, and the outcomes so far."""
 
     def __init__(self, acked: IO[str] | None) -> None:
         self._acked = acked
@@ -46,7 +46,7 @@ class Waiting:
         self._waiting.append((future, first))
 
     def look(self, limit: int) -> None:
-        """Take what is done; wait until no more than `limit` are left."""
+        """Take finished batches; wait until at most `limit` are left."""
         while len(self._waiting) > limit or (self._waiting and self._waiting[0][0].done()):
             future, first = self._waiting.popleft()
             stored = future.result(timeout=RESULT_S)

@@ -1,7 +1,7 @@
 """What a soak reads of processes, disks and metrics endpoints while others work.
 
 Linux only: figures come from /proc.  Reading is cheap (no process is started, no lock is taken), so
-that a look each second is no load of its own.
+a look each second adds no noticeable load.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ free_port = ReservedPorts().draw
 
 
 def sample(pid: int, at_s: float, descriptors: Sequence[int]) -> Sample:
-    """One process, as the kernel sees it."""
+    """Return one process, as the kernel sees it."""
     status = Path(f"/proc/{pid}/status").read_text()
     rss = int(re.search(r"RssAnon:\s+(\d+) kB", status)[1]) * 1024
     threads = int(re.search(r"Threads:\s+(\d+)", status)[1])
@@ -40,7 +40,7 @@ def sample(pid: int, at_s: float, descriptors: Sequence[int]) -> Sample:
 
 
 def descriptors_of(pids: Mapping[str, int], looks: int = LOOKS) -> dict[str, list[int]]:
-    """Several looks at how many descriptors each process has open."""
+    """Return several looks at how many descriptors each process has open."""
     found: dict[str, list[int]] = {role: [] for role in pids}
     for look in range(looks):
         if look:
@@ -51,7 +51,7 @@ def descriptors_of(pids: Mapping[str, int], looks: int = LOOKS) -> dict[str, lis
 
 
 def disk_bytes(root: Path) -> int:
-    """Blocks in use below `root`; files may vanish while we look."""
+    """Return the bytes of the blocks in use below `root`; files may vanish meanwhile."""
     total = 0
     for folder, _, files in os.walk(root):
         for name in files:
@@ -70,7 +70,7 @@ class Told:
     values: Mapping[str, float]  #: every sample of the broker by its name with its labels
 
     def value(self, name: str) -> float:
-        """The sum over all labels; 0 if it is not told."""
+        """Return the sum over all labels; 0 if the metric is missing."""
         return sum(
             value
             for full, value in self.values.items()
@@ -78,7 +78,9 @@ class Told:
         )
 
     def buckets(self, name: str) -> dict[float, float]:
-        """A histogram without labels of its own, as `figures.quantile` takes it; {} = not told."""
+        """Return a histogram without labels of its own, as `figures.quantile` takes it; {} if it is
+        missing.
+        """
         pattern = re.compile(rf'{name}_bucket{{le="([^"]+)"}}')
         found = ((pattern.fullmatch(full), value) for full, value in self.values.items())
         return {float(match[1]): value for match, value in found if match}
@@ -91,7 +93,7 @@ def told(address: str) -> Told:
 
 
 def parsed(text: str) -> Told:
-    """A node's metrics in Prometheus' text format."""
+    """Parse a node's metrics in Prometheus' text format."""
     lag: dict[str, dict[float, float]] = defaultdict(dict)
     values: dict[str, float] = {}
     for name, value in re.findall(r"^(pk_[^\n]*) (\S+)$", text, re.MULTILINE):

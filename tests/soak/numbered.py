@@ -28,7 +28,7 @@ APART = 1 << 40
 
 
 class Run(NamedTuple):
-    """Records of one partition whose offsets and numbers go up together."""
+    """Records of one partition whose offsets and numbers grow together."""
 
     offset: int
     number: int
@@ -36,7 +36,9 @@ class Run(NamedTuple):
 
 
 class Maker:
-    """Batches of numbered values; the rest is random, so that nothing compresses to nothing."""
+    """Makes batches of numbered values; the other bytes are random, so that they do not
+    compress.
+    """
 
     def __init__(self, records: int, first: int) -> None:
         rng = np.random.default_rng(1)
@@ -47,7 +49,7 @@ class Maker:
         self.next = first
 
     def batch(self) -> pa.RecordBatch:
-        """The next numbers; its memory is its own."""
+        """Return a batch with the next numbers, in memory of its own."""
         data = self._kinds[self.next // self._records % KINDS].copy()
         numbers = np.arange(self.next, self.next + self._records, dtype=">i8")
         data[:, :NUMBER_BYTES] = numbers.view(np.uint8).reshape(-1, NUMBER_BYTES)
@@ -58,7 +60,9 @@ class Maker:
 
 
 def numbers_of(values: pa.Array) -> Any:
-    """The numbers of these values, as an array.  Raises ValueError if they are not numbered."""
+    """Return the numbers of these values as an array.  Raises ValueError if they are not
+    numbered.
+    """
     if not len(values):
         return np.empty(0, np.int64)
     values = values.cast(pa.binary())
@@ -71,7 +75,7 @@ def numbers_of(values: pa.Array) -> Any:
 
 
 def add_run(runs: list[Run], run: Run) -> None:
-    """Append, as a part of the last run if it goes on."""
+    """Append a run, joined with the last one if it continues that."""
     if runs:
         last = runs[-1]
         ends = (last.offset + last.count, last.number + last.count)
@@ -92,7 +96,9 @@ def add_rows(runs: list[Run], offsets: Any, numbers: Any) -> None:
 
 
 def acknowledged(stored: Iterable[Any], first: int) -> Iterable[tuple[int, Run]]:
-    """`(partition, run)` of a batch that begins with number `first`, from `BatchMetadata`."""
+    """Return `(partition, run)` of a batch that begins with number `first`, from
+    `BatchMetadata`.
+    """
     for part in stored:
         yield part.partition, Run(part.base_offset, first, part.record_count)
         first += part.record_count
@@ -103,7 +109,9 @@ def violations(
     read: Mapping[int, Sequence[Run]],
     skipped: Mapping[int, Sequence[tuple[int, int]]],
 ) -> list[str]:
-    """What breaks N1 to N3; `skipped` are the ranges that retention took from the consumer."""
+    """Return what breaks N1 to N3; `skipped` are the ranges that retention removed before the
+    consumer.
+    """
     found: list[str] = []
     for partition, runs in sorted(read.items()):
         gone = dict(skipped.get(partition, ()))
@@ -146,5 +154,5 @@ def _twice(read: Mapping[int, Sequence[Run]]) -> list[str]:
 
 
 def count(runs: Mapping[int, Sequence[Run]]) -> int:
-    """Records."""
+    """Return the number of records."""
     return sum(run.count for each in runs.values() for run in each)

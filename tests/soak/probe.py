@@ -56,7 +56,7 @@ class Probe:
         producer.send(topic, VALUE, partition=partition, on_delivery=delivered)
 
     def acknowledged(self, partition: int, now: float) -> None:
-        """The time since the last one counts for the longest silence."""
+        """Note an acknowledgement; the time since the last one counts for the longest silence."""
         silent = now - self._newest_s[partition]
         self.longest_s[partition] = max(self.longest_s[partition], silent)
         self._newest_s[partition] = now
@@ -79,7 +79,7 @@ class Probe:
 
 
 def shares(ordered: Sequence[float]) -> Mapping[str, float]:
-    """p50, p99, p99.9 and the largest of sorted values; nothing of none."""
+    """Return p50, p99, p99.9 and the largest of sorted values; nothing for no values."""
     if not ordered:
         return {}
     last = len(ordered) - 1

@@ -73,7 +73,9 @@ LOAD = Path(__file__).parent / "load.py"
 
 
 def wait_until_purged(folder: Path) -> None:
-    """What the peak left shall not count as the soak's."""
+    """Wait until the records of the peak measurement are removed: they must not count for the
+    soak.
+    """
     deadline = monotonic_s() + PURGE_S
     while any(folder.rglob("*.parquet")):
         if monotonic_s() > deadline:
@@ -158,12 +160,16 @@ class Watch:
 
 
 def local_bound() -> int:
-    """Per partition: the hot set, the active segment, one closing, and what waits to be deleted."""
+    """Return the bound per partition: the local retention, the active segment, one being closed,
+    and segments that wait to be deleted.
+    """
     return PARTITIONS * (LOCAL_RETENTION + 4 * SEGMENT)
 
 
 def tier_bound() -> int:
-    """Per partition: what retention keeps, a file beyond it, and what waits for the vacuum."""
+    """Return the bound per partition: the retained records, one further file, and files that wait
+    for the vacuum.
+    """
     return PARTITIONS * (RETENTION + 4 * SEGMENT)
 
 

@@ -1,4 +1,4 @@
-"""False alarms: each witness sees each kind, and what is none is not counted."""
+"""False alarms: each witness sees each kind of them, and ordinary events are not counted."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_an_everyday_record_is_no_alarm() -> None:
 
 
 def test_changes_are_told_against_what_they_changed() -> None:
-    """A set that shrinks and grows shrank once, however short the time between."""
+    """A set that shrinks and grows has shrunk once, however short the time between."""
     found = logged(changed([1]), changed([1, 2, 3]), changed([2, 3], leader=2))
     assert [kind for kind, _ in found] == [
         alarms.SHRUNK,

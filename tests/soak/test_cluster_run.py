@@ -1,4 +1,4 @@
-"""The cluster's soak for a few seconds: it measures what it says, whatever the machine does."""
+"""The cluster's soak for a few seconds: it measures what it should, whatever the machine does."""
 
 from __future__ import annotations
 

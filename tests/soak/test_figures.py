@@ -1,4 +1,4 @@
-"""The soak's judge: figures against known answers, and one breach per goal."""
+"""The soak's judge: figures compared with known answers, and one breach per goal."""
 
 from __future__ import annotations
 

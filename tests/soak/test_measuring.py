@@ -1,4 +1,4 @@
-"""What is read from the text of a metrics endpoint and from /proc."""
+"""Parsing of a metrics endpoint's text and of /proc."""
 
 from __future__ import annotations
 

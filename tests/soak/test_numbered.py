@@ -1,4 +1,4 @@
-"""Numbered records: what was made is read back, and each demand is broken once."""
+"""Numbered records: made records are read back, and each demand is broken once."""
 
 from __future__ import annotations
 

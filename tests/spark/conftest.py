@@ -19,7 +19,7 @@ _numbers = itertools.count(1)
 
 
 def pytest_collection_modifyitems(items) -> None:
-    """A JVM on a busy machine: no test here hangs for longer than this."""
+    """Set a time limit for every test here: a JVM on a busy machine may hang."""
     for item in items:
         if "tests/spark" in str(item.path).replace("\\", "/"):
             item.add_marker(pytest.mark.spark)
@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items) -> None:
 
 
 class Cluster:
-    """The server, and what tests do to it."""
+    """The server, and helpers for its topics."""
 
     def __init__(self, server: EmbeddedServer) -> None:
         self.server = server
@@ -36,13 +36,13 @@ class Cluster:
         self.admin = AdminClient(server.address)
 
     def topic(self, partitions: int = 1, **configs: Any) -> str:
-        """A new topic of its own name; its records are of 2013 and stay nevertheless."""
+        """Create a new topic with a name of its own; its records are of 2013 and do not expire."""
         name = f"topic-{next(_numbers)}"
         self.admin.create_topic(name, partitions, {"retention_ms": -1, **configs})
         return name
 
     def fill(self, topic: str, count: int, **options: Any) -> None:
-        """Records `key = k<n % 7>`, `value = <n>`, every third with a header."""
+        """Produce records `key = k<n % 7>`, `value = <n>`, every third one with a header."""
         with Producer(self.address, **options) as producer:
             sent = [
                 producer.send(
@@ -59,12 +59,14 @@ class Cluster:
             future.result(0)
 
     def fill_one(self, topic: str, value: bytes) -> None:
-        """A record that is a batch of its own."""
+        """Produce a record that is a batch of its own."""
         with Producer(self.address) as producer:
             producer.send(topic, value=value, partition=0).result(60)
 
     def consumed(self, topic: str) -> list[tuple[Any, ...]]:
-        """All a plain consumer sees: (partition, offset, key, value, timestamp, headers)."""
+        """Return all that a plain consumer sees: (partition, offset, key, value, timestamp,
+        headers).
+        """
         found = []
         ends = self.admin.offsets(topic)
         with Consumer(self.address, auto_offset_reset="earliest") as consumer:
@@ -141,8 +143,8 @@ def patiently() -> Callable[..., Any]:
 
 @pytest.fixture
 def run_available(patiently):
-    """`run_available(frame, checkpoint, into)`: until everything there is now has been read; the
-    query.
+    """`run_available(frame, checkpoint, into)`: run a query until everything present now has been
+    read; return it.
     """
     return partial(_run_available, patiently)
 

@@ -1,4 +1,4 @@
-"""Batch reads on a real server: what Spark sees is what a consumer sees."""
+"""Batch reads on a real server: Spark sees the same rows as a consumer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pk import Producer
 
 
 def rows_of(frame) -> list[tuple]:
-    """In the form of Cluster.consumed."""
+    """Return rows in the form of Cluster.consumed."""
     found = []
     for row in frame.collect():
         headers = [] if row.headers is None else [(h.key, _bytes(h.value)) for h in row.headers]
@@ -82,7 +82,9 @@ def test_a_schema_of_ones_own_names_any_columns(spark, cluster):
 
 
 def test_cold_and_hot_are_one_log(spark, cluster, load):
-    """The cold part from the table's files, the rest from the broker; also natively by Delta."""
+    """The cold part comes from the table's files, the rest from the broker; Delta can also read the
+    cold part natively.
+    """
     topic = cluster.topic(2, tier_file_bytes=4096, tier_max_lag_ms=3_600_000)
     cluster.fill(topic, 3000, batch_size=2048)
 

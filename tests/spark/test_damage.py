@@ -13,7 +13,9 @@ SIZE = 40_000  #: more than what the broker keeps in memory (log/batch_cache.py)
 
 
 def damaged_topic(cluster: Any) -> str:
-    """One record a batch; one bit of the record FLIPPED is another one on the disk."""
+    """Return a topic with one record per batch; one bit of the record FLIPPED is flipped on the
+    disk.
+    """
     topic = cluster.topic(tier_enable=False)
     for number in range(BATCHES):
         cluster.fill_one(topic, b"<%d>" % number + bytes(SIZE))

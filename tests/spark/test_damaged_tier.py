@@ -11,8 +11,9 @@ from py4j.protocol import Py4JJavaError
 
 
 def test_a_flipped_bit_is_read_from_the_log_and_mended(spark, cluster, load) -> None:
-    """Spark's own readers refuse the page; format("pk") reads the range through the broker, whose
-    local log still has it, and so the file is uploaded again."""
+    """Spark's own readers refuse the page.  format("pk") reads the range through the broker, whose
+    local log still has it, and so the file is uploaded again.
+    """
     topic = cluster.topic(tier_file_bytes=8192, tier_max_lag_ms=200)
     cluster.fill(topic, 2000, batch_size=2048)
     cluster.wait("all is tiered", lambda: cluster.admin.describe_tier(topic).partitions[0].lag == 0)
@@ -45,7 +46,7 @@ def test_a_flipped_bit_is_read_from_the_log_and_mended(spark, cluster, load) -> 
 
 
 def _names(cluster, topic: str, damaged: str) -> bool:
-    """Whether the table has another file in place of `damaged`, and no trouble."""
+    """Return whether the table has another file in place of `damaged`, and no problem."""
     from deltalake import DeltaTable
 
     described = cluster.admin.describe_tier(topic)

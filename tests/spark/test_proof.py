@@ -1,4 +1,4 @@
-"""The demo's proof: what it says about a topic does not depend on who computes it."""
+"""The demo's proof: its result for a topic does not depend on the engine that computes it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pk.cli.proof import duckdb_sql, spark_sql
 
 
 def test_spark_sql_computes_what_duckdb_computes(spark) -> None:
-    """Two engines, one definition, on keys and values that are null, empty and not text."""
+    """Two engines use one definition, on keys and values that are null, empty and not text."""
     rows = [(0, 0, b"AA", b"{}"), (0, 1, None, b"\x00\xff"), (3, 1 << 40, b"", None)]
     partition, offset, key, value = zip(*rows, strict=True)
     table = pa.table(

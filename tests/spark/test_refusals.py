@@ -1,4 +1,4 @@
-"""What a user of Spark sees of an error of pk: the sentence, and no traceback above it."""
+"""How a user of Spark sees an error of pk: the sentence, without a traceback above it."""
 
 from __future__ import annotations
 

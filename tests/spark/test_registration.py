@@ -1,4 +1,6 @@
-"""How `format("pk")` is found, and what is said when it is not.  Sessions of their own: slow."""
+"""How `format("pk")` is found, and the error if it is not.  The tests are slow, because each has a
+session of its own.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ print("RESULT " + json.dumps(found))
 
 
 def run(cluster, topic, tmp_path, **environment) -> list:
-    """In a fresh interpreter; `environment` None = unset."""
+    """Run code in a fresh interpreter; `environment` None = unset."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     variables = {**os.environ, **environment}
@@ -43,7 +45,9 @@ def run(cluster, topic, tmp_path, **environment) -> list:
 
 
 def bare_python(tmp_path) -> str:
-    """A PATH whose python3 has neither pyspark nor pk, as outside an activated environment."""
+    """Return a PATH whose python3 has neither pyspark nor pk, as outside an activated
+    environment.
+    """
     folder = tmp_path / "bin"
     folder.mkdir()
     python = folder / "python3"

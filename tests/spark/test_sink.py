@@ -109,7 +109,7 @@ def test_only_append_needs_no_second_thought(spark, cluster, mode, words):
 
 @pytest.mark.parametrize("listens", [False, True], ids=["dead port", "black hole"])
 def test_an_address_where_nobody_answers_is_said_soon(spark, listens):
-    """After connectTimeoutMs, which stands in the error: no clock is asked here."""
+    """The error comes after connectTimeoutMs and names it, so the test reads no clock."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         if listens:
@@ -125,7 +125,7 @@ def test_an_address_where_nobody_answers_is_said_soon(spark, listens):
 
 
 def test_from_topic_to_topic(spark, cluster, tmp_path, patiently):
-    """A query that reads one topic and writes another; a restart goes on."""
+    """A query reads one topic and writes another; after a restart it continues."""
     source, target = cluster.topic(2, tier_enable=False), cluster.topic(3, tier_enable=False)
     cluster.fill(source, 500)
 

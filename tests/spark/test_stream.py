@@ -54,7 +54,9 @@ def test_available_now_ends_although_records_keep_coming(
 def test_a_batch_that_was_not_committed_is_read_again_alike(
     spark, cluster, tmp_path, run_available, seen
 ):
-    """A crash between the offset log and the commit: same range, no gap, no other end."""
+    """A crash between the offset log and the commit: the same range is read again, without a gap
+    and with the same end.
+    """
     topic = cluster.topic(2, tier_enable=False)
     cluster.fill(topic, 300)
     run_available(stream(spark, cluster, topic), tmp_path / "checkpoint", tmp_path / "first")

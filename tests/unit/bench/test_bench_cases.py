@@ -1,4 +1,4 @@
-"""Who is measured when, and what is said of it: two sides that only keep a diary."""
+"""Which party is measured when, and what is reported: two sides that only keep a diary."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_the_better_peer_counts(diary: list[str], tmp_path: Path) -> None:
 
 
 def test_a_joint_round_gives_every_variant(diary: list[str], tmp_path: Path) -> None:
-    """deep_log: pk against itself, one client each for produce and for the tail."""
+    """deep_log: pk compared with itself, one client each for produce and for the tail."""
     produce, tail = _measure("deep_log", diary, tmp_path, rounds=2, only=())
     assert (produce.variant.name, tail.variant.name) == ("produce", "tail fetch")
     assert not [entry for entry in diary if entry.startswith("kafka")]
@@ -155,7 +155,7 @@ def test_a_joint_round_gives_every_variant(diary: list[str], tmp_path: Path) -> 
 
 
 def _line(variants: Mapping[str, float]) -> dict[str, object]:
-    """A line of produce_columnar with these rates of pk by variant; the peer has 1e6."""
+    """Return a line of produce_columnar with these rates of pk by variant; the peer has 1e6."""
     case = cases.BY_NAME["produce_columnar"]
     results = []
     for variant in case.variants:

@@ -1,4 +1,4 @@
-"""The Java tools' words, copied from real runs of Apache Kafka 4.1.1."""
+"""The output of the Java tools, copied from real runs of Apache Kafka 4.1.1."""
 
 from __future__ import annotations
 

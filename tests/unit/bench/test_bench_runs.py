@@ -1,4 +1,4 @@
-"""A client process under watch: windows, costs, failures."""
+"""A measured client process: windows, costs, failures."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_window_counts_its_own_cpu_only() -> None:
 
 
 def test_a_clients_peak_is_its_own_and_not_that_of_who_started_it() -> None:
-    """`ru_maxrss` begins with what the parent had when it forked."""
+    """`ru_maxrss` begins with the value of the parent at the fork."""
     ballast = bytearray(b"x") * (150 << 20)
     sample = runs.watch(_python(BUSY), runs.read_line, [])
     assert len(ballast) == 150 << 20

@@ -1,4 +1,4 @@
-"""The root of the command line: what is listed, and how failures reach people and scripts."""
+"""The root of the command line: the listed commands, and how failures reach people and scripts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo's input rows."""
+"""The rows of the demo's input."""
 
 from __future__ import annotations
 

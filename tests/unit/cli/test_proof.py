@@ -1,4 +1,4 @@
-"""The demo's proof: its SQL against hashlib, and that every single disagreement is seen."""
+"""The demo's proof: its SQL compared with hashlib, and that every single disagreement is found."""
 
 from __future__ import annotations
 

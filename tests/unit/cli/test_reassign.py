@@ -1,4 +1,4 @@
-"""`pk reassign` and `pk topics elect-leaders` against an admin client that only remembers."""
+"""`pk reassign` and `pk topics elect-leaders` with an admin client that only records calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T0, T1 = TopicPartition("t", 0), TopicPartition("t", 1)
 
 
 class Admin:
-    """Answers what the test put there."""
+    """An admin client with the answers that the test set."""
 
     def __init__(self) -> None:
         self.asked: dict[Any, Any] = {}

@@ -1,4 +1,4 @@
-"""Ports of nodes that are not started yet, or are down just now (pk.cli.embedded)."""
+"""Ports of nodes that are not started yet, or are down at the moment (pk.cli.embedded)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pk.cli.embedded import ReservedPorts
 
 
 def test_a_reserved_port_is_drawn_by_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing listens on it yet; a second launcher that draws the same number passes over it."""
+    """No process listens on it yet; a second launcher that draws the same number skips it."""
     first, second = ReservedPorts(), ReservedPorts()
     taken = first.draw()
     with socket.socket() as probe, pytest.raises(OSError, match="in use"):

@@ -59,7 +59,9 @@ def test_jitter_stays_in_its_range_and_uses_it(jitter: object, least: int, most:
 
 
 def test_the_injected_generator_decides() -> None:
-    """One number for each wait, and none before the first failure: simulations depend on it."""
+    """Each wait draws one number, and none is drawn before the first failure: simulations depend on
+    it.
+    """
     rng, same = random.Random(7), random.Random(7)
     backoff = Backoff((100, 400), equal_jitter(rng))
     assert backoff.wait_ms() == 0

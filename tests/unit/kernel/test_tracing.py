@@ -97,7 +97,7 @@ def test_texts_of_several_processes_become_one() -> None:
 
 
 def test_one_endpoint_shows_the_processes_behind_it(tmp_path: Path) -> None:
-    """One that is away is left out, and said to be away."""
+    """A process that does not answer is left out, and shown as not answering."""
 
     async def story() -> None:
         tier = tracing.Metrics()
@@ -119,7 +119,7 @@ def test_one_endpoint_shows_the_processes_behind_it(tmp_path: Path) -> None:
 
 
 def test_who_does_not_read_its_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else each scrape of a monitor that hangs leaves a connection and its answer behind."""
+    """Otherwise each scrape of a hanging monitor would leave a connection and its answer behind."""
     monkeypatch.setattr(tracing, "REQUEST_TIMEOUT_S", 0.2)
     monkeypatch.setattr(tracing.Metrics, "text", lambda _: b"# HELP n " + b"x" * 64_000_000)
 

@@ -1,4 +1,4 @@
-"""The nouns, and the public names of the package."""
+"""The shared types, and the public names of the package."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""A broker without controller and tier, over simulated disk and network:
-
-handlers and partitions under test.
+"""A broker without controller and tier, on a simulated disk and network, to test handlers and
+partitions.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ HELLO = wire.Hello(client_id="test", protocol=PROTOCOL)
 
 
 class Manager:
-    """What the core asks of a LogManager."""
+    """The calls that the core makes to a LogManager."""
 
     def __init__(self, disk: SimDisk) -> None:
         self.directories = [Directory(disk, "d1", True, NONE)]
@@ -78,7 +77,9 @@ class Manager:
 
 
 class Image:
-    """The states that the rig's partitions were led under; `elsewhere` has their data, too."""
+    """The states in which the rig's partitions are led; the broker `elsewhere` has their data,
+    too.
+    """
 
     def __init__(self) -> None:
         self.states: dict[PartitionKey, PartitionState] = {}
@@ -105,7 +106,7 @@ class Publisher:
 
 
 class Tier:
-    """Answers from a script."""
+    """A tier that answers from a script."""
 
     enabled = True
 
@@ -178,7 +179,7 @@ class Rig:
         replicas: tuple[int, ...] = (1,),
         **config: Any,
     ) -> Partition:
-        """A led partition of the topic."""
+        """Return a led partition of the topic."""
         wanted = settings.TOPIC.resolve(dict(config.items()))
         key = PartitionKey(TOPIC_ID, number)
         log = PartitionLog.open(
@@ -217,7 +218,7 @@ class Rig:
         partition.lead(state, checkpointed=self.manager.high_watermark(partition.key))
 
     def forget_partitions(self) -> None:
-        """As a new process finds it: no log is open."""
+        """Close all logs, as a new process finds it."""
         self.core.partitions.clear()
         self.core.replicas = HostedReplicas()
 
@@ -264,7 +265,7 @@ def rig() -> Iterator[Rig]:
 
 
 def batch(count: int = 3, *, size: int = 10, timestamp: int | None = None, **fields: Any) -> bytes:
-    """A produced batch."""
+    """Return a produced batch."""
     rows = pa.RecordBatch.from_pydict({"value": pa.array([bytes(size)] * count, pa.binary())})
     stamp = 1_735_689_600_000 if timestamp is None else timestamp
     return b"".join(columns.encode(rows, default_timestamp=stamp, **fields))
@@ -408,7 +409,7 @@ class Cluster:
             task.result()
 
     def start_tier(self) -> None:
-        """The tier process: the store and the tables outlive it, like a real store."""
+        """Start the tier process: the store and the tables outlive it, like a real store."""
 
         async def execute(work: Callable[[], Any]) -> Any:
             return work()
@@ -439,11 +440,13 @@ class Cluster:
             self.storages[storage].crash()
 
     def replace_storage(self, name: str) -> None:
-        """A new, empty disk."""
+        """Put a new, empty disk in."""
         self.storages[name] = SimStorage(name, self.world.random(f"{name}/new"))
 
     def do(self, story: Any) -> Any:
-        """Run a client's coroutine; afterwards the offsets of every partition are in order."""
+        """Run a client's coroutine; check afterwards that the offsets of every partition are in
+        order.
+        """
         task = self.world.spawn("client", story)
         self.world.run_until(task.done)
         if self.broker is not None:
@@ -520,7 +523,7 @@ def make_cluster() -> Iterator[Callable[..., Cluster]]:
 
 @pytest.fixture
 def tiered(make_cluster: Callable[..., Cluster]) -> Cluster:
-    """Broker, controller and tier, running."""
+    """Return broker, controller and tier, running."""
     cluster = make_cluster(11, tier_url="memory://tier", log_retention_check_interval_ms=1_000)
     cluster.start()
     cluster.start_tier()

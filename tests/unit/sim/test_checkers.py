@@ -1,4 +1,4 @@
-"""What the checks of whole logs find, against what they mean spelled out."""
+"""What the checks of whole logs find, compared with the written-out rules."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def sent(number: int, partition: int, offset: int, era: int, era_max: int) -> Se
 
 
 def outlives(lost: list[Sent], survivors: list[Sent]) -> bool:
-    """V8 as it is written: some survivor stands above a lost record of its own era."""
+    """V8 word for word: some survivor is above a lost record of its own era."""
     return any(
         kept.partition == gone.partition
         and kept.offset > gone.offset
@@ -137,7 +137,9 @@ def test_a_copy_made_anew_may_begin_before_the_one_that_is_gone() -> None:
 
 
 def test_a_former_life_may_be_cut_too() -> None:
-    """V8: who has not heard of its end may still lead it, and tells its readers."""
+    """V8: a broker that does not know of the deletion may still lead the old topic, and tell its
+    readers.
+    """
     oracle = Oracle([TopicPlan("t", 2, {})])
     oracle.created("t", "first", 2)
     oracle.era_ends("first", 1, settled_ms=0)
@@ -167,7 +169,7 @@ def test_words_are_made_of_what_failed_alone() -> None:
 
 
 def test_a_reader_that_retention_passes_is_judged_from_where_it_goes_on() -> None:
-    """V5: that it had to is asked when it gets there."""
+    """V5: whether it had to skip is checked at the offset where it continues."""
     rows = [ReadRow(offset, RecordId("p", offset), offset) for offset in (3, 4, 7, 8, 12)]
     assert after_last_gap(rows) == rows[4:]
     assert after_last_gap(rows[:2]) == rows[:2]

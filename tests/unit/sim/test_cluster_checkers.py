@@ -1,4 +1,4 @@
-"""What the checkers between machines accept and what they do not; what the promise covers."""
+"""What the checkers between machines accept and refuse, and what the promise covers."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def replica(broker: int, **given: Any) -> ReplicaSample:
 
 
 def led() -> tuple[Oracle, ReplicaCheck]:
-    """Broker 1 leads and has committed [0, 8)."""
+    """Return a partition that broker 1 leads, with [0, 8) committed."""
     oracle = Oracle([TOPIC])
     check = ReplicaCheck(oracle)
     leader = replica(1, leads=True)
@@ -139,7 +139,9 @@ def test_a_leader_has_what_was_committed_unless_an_era_ended() -> None:
 
 
 def test_a_leader_that_came_back_with_less_may_part_further_down_once() -> None:
-    """V12: what it had of epoch 0, uncommitted then, was committed in epoch 1 without it."""
+    """V12: records of epoch 0 that were uncommitted then were committed in epoch 1 without this
+    leader.
+    """
     oracle, check = led()
     check.check(replica(1, leads=True, leader_epoch=1, log_end=12, high_watermark=12))
     check.committed(KEY, 1, [Mark(8, 10, 1, 5), Mark(10, 12, 1, 6)])

@@ -24,7 +24,7 @@ CONFIGS = {"unclean_leader_election_enable": "true"}
 
 @pytest.fixture
 def run() -> Iterator[Run]:
-    """One whose topic exists and in which nothing happened yet."""
+    """Return a run whose topic exists and in which nothing happened yet."""
     nodes = (NodePlan(1), NodePlan(2))
     run = Run(1, SimOptions(topics=(TopicPlan("t", 1, CONFIGS, 2),), nodes=nodes))
     run.oracle.created("t", "id", 1)
@@ -61,7 +61,7 @@ def test_a_lost_range_is_told_only_where_a_copy_rotted(run: Run, consumer: SimCo
 def test_rows_are_told_as_missing_only_where_they_were_deleted(
     run: Run, consumer: SimConsumer
 ) -> None:
-    """Rule T17; neighbouring ranges count as one, and a copy that rotted explains nothing."""
+    """Rule T17; neighbouring ranges count as one, and a rotten copy explains no missing rows."""
     rots(run, 1)
     consumer._lost(PLACE, lost(5, 9, partition="0"), 5)
     assert "nothing explains" in run.troubles.pop()
@@ -86,7 +86,7 @@ def test_a_changed_table_is_told_only_where_its_log_rotted(run: Run, consumer: S
 
 
 def test_an_administrator_is_refused_only_where_something_rotted(run: Run) -> None:
-    """Rules L9 and T8: a leader that looks for an offset reads its log, and its table."""
+    """Rules L9 and T8: a leader that looks for an offset reads its log and its table."""
     world, rng = run.world.world_of("admin"), run.world.random("admin/chores")
     admin = SimAdmin(
         world, "n1:1", run.oracle, run.options, rng, lambda *_: (0, 0), run.troubles.append
@@ -104,7 +104,7 @@ def test_an_administrator_is_refused_only_where_something_rotted(run: Run) -> No
 
 
 def test_a_broker_reports_a_damaged_range_only_where_its_copy_rotted(run: Run) -> None:
-    """Rule L9: also where no reader comes by."""
+    """Rule L9: also if no reader reads the range."""
     facts: dict[str, object] = {"partition": "t-0", "offset": 5, "next_offset": 9}
     rots(run, 2)
     run.cluster.said("n2/broker", "damaged_range", facts)

@@ -1,4 +1,4 @@
-"""What a campaign of many seeds keeps, skips and says."""
+"""What a campaign of many seeds keeps, skips and prints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MINUTE_MS = 60_000
 
 
 def package(home: Path) -> Path:
-    """A package as it lies in a checkout: the simulator is a link."""
+    """Return a package as it is in a checkout: the simulator is a link."""
     for name in ("types.py", "log/segment.py", "server/broker.py", "elsewhere/sim/options.py",
                  "elsewhere/sim/faults.py", "elsewhere/sim/long.py"):  # fmt: skip
         path = home / name
@@ -212,7 +212,7 @@ def test_collections_are_rare_in_a_run_and_as_before_after_it() -> None:
 
 
 def test_a_seed_that_acknowledged_too_little_fails_the_campaign() -> None:
-    """A history in which next to nothing was promised shows next to nothing."""
+    """A history with almost no acknowledged records shows almost nothing."""
     asked = {"acknowledged_min": 2}
     assert verdict([row(1) | {"acknowledged": 2} | asked])[1] == []
     (why,) = verdict([row(1) | asked, row(2) | {"acknowledged": 1} | asked])[1]

@@ -1,4 +1,4 @@
-"""One thing is held back while everything beside it goes on."""
+"""One thing is held back while everything else continues."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from pk.world import Disconnected, Stream, StreamKind
 
 
 def test_a_stall_holds_one_direction_of_one_stream() -> None:
-    """sim/network N8: in order after, also across a cut that heals meanwhile; other streams
-    pass."""
+    """sim/network N8: frames stay in order afterwards, also over a cut that heals meanwhile; other
+    streams pass.
+    """
     with SimWorld(4) as world:
         network = world.network
         server, client = world.world_of("server"), world.world_of("client")
@@ -57,7 +58,7 @@ def test_a_stall_holds_one_direction_of_one_stream() -> None:
 
 @pytest.mark.parametrize("after", [False, True])
 def test_a_read_that_is_held_holds_nobody_else(after: bool) -> None:
-    """What it reads is as of before it was held, or of after."""
+    """The read returns the content from before the hold, or from after it."""
     with SimWorld(1) as world:
         clock = world.world_of("a").clock
         storage = SimStorage()

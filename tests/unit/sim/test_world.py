@@ -1,4 +1,4 @@
-"""Virtual time, nodes, faults; and that a seed decides everything."""
+"""Virtual time, nodes and faults; the seed decides everything."""
 
 from __future__ import annotations
 
@@ -149,8 +149,9 @@ def test_kill_runs_nothing_more_and_breaks_the_streams() -> None:
 
 
 def test_a_cut_holds_frames_and_silence_breaks_the_stream() -> None:
-    """sim/network N5: a healed cut loses nothing; a long one, also one-way, ends the stream on both
-    sides."""
+    """sim/network N5: a healed cut loses nothing; a long one, also in one direction, ends the
+    stream on both sides.
+    """
     world = SimWorld(4)
     server, client = world.world_of("server"), world.world_of("client")
 
@@ -198,7 +199,9 @@ def test_a_slow_link_takes_its_time() -> None:
 
 
 def story(seed: int) -> SimWorld:
-    """Three nodes, breaks, a kill, a restart: enough to notice any draw that is not the seed's."""
+    """Run three nodes, breaks, a kill and a restart: enough to notice any draw that does not come
+    from the seed.
+    """
     world = SimWorld(seed)
     world.network.default.break_chance = 0.02
 
@@ -245,7 +248,7 @@ def test_one_seed_one_history() -> None:
 
 @pytest.mark.slow
 def test_two_processes_with_other_hash_seeds_agree() -> None:
-    """PYTHONHASHSEED and memory addresses must not reach an effect."""
+    """PYTHONHASHSEED and memory addresses must not influence an effect."""
     code = (
         "import importlib.util as u, sys; s = u.spec_from_file_location('story', sys.argv[1]);"
         "m = u.module_from_spec(s); s.loader.exec_module(m); print(m.summary(21))"

@@ -1,4 +1,4 @@
-"""Who may have a connection (wire/connection_quotas N9 to N11, rule L17)."""
+"""Which connections a listener keeps (wire/connection_quotas N9 to N11, rule L17)."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_the_counts_hold_whatever_comes(seed: int) -> None:
 
 
 def test_what_an_address_proves() -> None:
-    """L17: nothing, if it is the loopback's."""
+    """L17: a loopback address proves nothing."""
     voters = ["10.0.0.1:9392", "[fd00::1]:9392"]
     assert proven_by_address("10.0.0.1:50123", voters)
     assert proven_by_address("fd00::1:50123", voters)

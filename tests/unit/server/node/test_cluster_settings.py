@@ -1,4 +1,4 @@
-"""What the settings of a cluster say together, and what contradicts."""
+"""The meaning of a cluster's settings together, and their contradictions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who the directories of a node belong to (node/format F1–F5)."""
+"""Which node the directories belong to (node/format F1–F5)."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def every_flip(raw: bytes) -> Iterator[bytes]:
 
 
 def test_no_flipped_bit_of_a_nodes_identity_is_believed(tmp_path: Path) -> None:
-    """L18: node, cluster and directory, format and layout among them."""
+    """L18: this includes node, cluster and directory, format and layout."""
     start(tmp_path, resolve({}, {}, {}))
     path = tmp_path / "pk.json"
     for raw in every_flip(path.read_bytes()):
@@ -130,7 +130,9 @@ def test_no_flipped_bit_of_a_nodes_identity_is_believed(tmp_path: Path) -> None:
      "partition-identity-checkpoint", "recovery-point-offset-checkpoint", "clean-shutdown"],
 )  # fmt: skip
 def test_data_without_the_nodes_identity_is_not_formatted(tmp_path: Path, held: str) -> None:
-    """node/format F6: by a start, by `pk server format`, or as one of several directories."""
+    """node/format F6: neither by a start nor by `pk server format`, nor as one of several
+    directories.
+    """
     (tmp_path / "b" / held).mkdir(parents=True)
     alone = resolve({}, {}, {})
     ignoring = {"ignore_formatted": True, "initial_controllers": False}
@@ -149,7 +151,8 @@ def test_data_without_the_nodes_identity_is_not_formatted(tmp_path: Path, held: 
 
 def test_metadata_that_was_taken_away_is_formatted_again_as_nobodys_vote(tmp_path: Path) -> None:
     """node/format F7: the partitions beside it stay; a node that is alone begins no other
-    metadata."""
+    metadata.
+    """
     first = make(tmp_path, node())
     whole = (tmp_path / "pk.json").read_bytes()
     (tmp_path / "metadata").rename(tmp_path / "metadata.damaged")
@@ -175,7 +178,7 @@ def test_metadata_that_was_taken_away_is_formatted_again_as_nobodys_vote(tmp_pat
 
 
 def test_a_node_alone_begins_no_metadata_beside_partitions(tmp_path: Path) -> None:
-    """node/format F3: they would be strays, all of them, and be removed."""
+    """node/format F3: all partitions would be strays, and be removed."""
     alone, (a, b) = resolve({}, {}, {}), (tmp_path / "a", tmp_path / "b")
     dirs = [str(a), str(b)]
     for _ in range(2):  # a start that came to nothing may be repeated, in any order
@@ -194,7 +197,7 @@ def test_a_node_alone_begins_no_metadata_beside_partitions(tmp_path: Path) -> No
 
 
 def test_a_directory_of_the_last_start_is_there_or_given_up(tmp_path: Path) -> None:
-    """node/format F4: an empty mount point, or one that was forgotten; a path may change."""
+    """node/format F4: an empty mount point, or a directory that was left out; a path may change."""
     alone, (a, b, c) = resolve({}, {}, {}), (str(tmp_path / name) for name in "abc")
     prepare([a, b], alone)[1].unlock()
     (tmp_path / "b").rename(tmp_path / "c")
@@ -225,7 +228,7 @@ def test_a_disk_that_was_replaced_by_format_is_no_lost_one(tmp_path: Path) -> No
 
 
 def test_an_empty_first_directory_before_a_formatted_one_is_a_loss(tmp_path: Path) -> None:
-    """node/format F3: the first is formatted first."""
+    """node/format F3: the first directory is formatted first."""
     alone, (a, b) = resolve({}, {}, {}), (str(tmp_path / "a"), str(tmp_path / "b"))
     prepare([a, b], alone)[1].unlock()
     shutil.rmtree(a)
@@ -270,7 +273,7 @@ def test_the_directories_of_a_controller_in_another_order(tmp_path: Path) -> Non
 def test_what_was_formatted_for_a_cluster_begins_none_of_its_own(
     tmp_path: Path, initial: bool
 ) -> None:
-    """node/format F5: started without the settings that name the others."""
+    """node/format F5: it is started without the settings that name the other nodes."""
     make(tmp_path / "a", node(), initial_controllers=initial)
     with pytest.raises(errors.InvalidConfig, match="--config") as refused:
         start(tmp_path / "a", resolve({}, {}, {}))
@@ -307,7 +310,9 @@ def test_a_format_that_died_as_it_wrote_can_be_repeated(tmp_path: Path, name: st
 
 
 def test_a_controller_that_may_have_voted_is_no_first_voter(tmp_path: Path) -> None:
-    """node/format F1: the disk of the metadata was replaced, another one of the node is there."""
+    """node/format F1: the disk of the metadata was replaced, and another disk of the node is
+    there.
+    """
     dirs = [str(tmp_path / name) for name in "ab"]
     given = {"cluster_id": "", "ignore_formatted": True}
     format_node(dirs, node(), initial_controllers=True, **given)

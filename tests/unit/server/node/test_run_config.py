@@ -1,4 +1,4 @@
-"""The frame a role's process runs in."""
+"""The frame of `main` in which a role's process runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pk.server.node.run_config import raise_descriptor_limit
 
 @pytest.fixture
 def soft_limit() -> Iterator[None]:
-    """A soft limit below the hard one, until the test is over."""
+    """Set a soft limit below the hard one during the test."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard) - 1, hard))
     yield
@@ -21,7 +21,7 @@ def soft_limit() -> Iterator[None]:
 
 @pytest.mark.usefixtures("soft_limit")
 def test_a_role_may_open_what_the_operator_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a thousand partitions, or connections, take the data directories offline."""
+    """Otherwise a thousand partitions, or connections, would take the data directories offline."""
     raise_descriptor_limit()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert soft == hard

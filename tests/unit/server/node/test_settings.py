@@ -1,4 +1,4 @@
-"""File, environment, flags: who wins, what is refused."""
+"""File, environment, flags: which source wins, and which settings are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The supervisor's keepers without processes: what must not end them."""
+"""The supervisor's tasks that keep children running, without processes: what must not end them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pk.server.node.supervisor import Supervisor
 
 
 class FakeProcess:
-    """Says something and ends."""
+    """A process that prints a line and ends."""
 
     returncode = 0
 
@@ -36,7 +36,7 @@ class FakeProcess:
 def test_a_child_that_cannot_be_started_now_is_tried_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """And one that floods its stdout, or counts aloud, is heard all the same."""
+    """A child that floods its stdout is still read."""
     config: Any = SimpleNamespace(run_dir=str(tmp_path), roles=("broker",), tier_url="")
     lines = StringIO()
 
@@ -69,7 +69,9 @@ def test_a_child_that_cannot_be_started_now_is_tried_again(
 def test_a_child_that_is_being_started_is_told_to_end(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Else it lives until the drain is over, or for ever if the start itself has failed."""
+    """Otherwise it would live until the drain is over, or without an end if the start itself has
+    failed.
+    """
     config: Any = SimpleNamespace(run_dir=str(tmp_path), roles=("broker",), tier_url="")
 
     async def main() -> list[int]:

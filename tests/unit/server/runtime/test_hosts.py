@@ -1,4 +1,4 @@
-"""The hosts of machines under the virtual clock, over handlers and logs that can fail."""
+"""The hosts of machines on virtual time, with handlers and logs that can fail."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ def run(story: Callable[[World], Any], seed: int = 1) -> Any:
 
 
 def test_timers_share_one_heap() -> None:
-    """runtime/timers H5: due in order, the same key replaces, None cancels, an owner's timers can
-    be dropped."""
+    """runtime/timers H5: they fire in order, the same key replaces, None cancels, and an owner's
+    timers can be dropped.
+    """
 
     async def story(world: World) -> list[Any]:
         fired: list[Any] = []
@@ -65,7 +66,7 @@ def test_timers_share_one_heap() -> None:
 
 
 class Echo:
-    """Answers each event with what it says."""
+    """Answers each event with the event's text."""
 
     def step(self, event: Any, now_ms: int) -> Sequence[Effect]:
         effects: Sequence[Effect] = event(now_ms) if callable(event) else event
@@ -96,8 +97,9 @@ class EffectHandlers:
 
 
 def test_what_follows_a_write_waits_for_it() -> None:
-    """runtime/machine_host H1, L1: writes in order, `then` after the level, other effects at
-    once."""
+    """runtime/machine_host H1, L1: writes are performed in order, `then` after the level, other
+    effects at once.
+    """
 
     async def story(world: World) -> list[Any]:
         handlers = EffectHandlers(world)
@@ -243,8 +245,9 @@ def host_of(world: World, log: ListLog, fatal: list[BaseException], **more: Any)
 
 
 def test_replies_leave_when_what_they_saw_is_committed() -> None:
-    """runtime/replayed_host H3: reads and refusals too; and commands that wait together share one
-    commit."""
+    """runtime/replayed_host H3: this includes reads and refusals; commands that wait together share
+    one commit.
+    """
 
     async def story(world: World) -> None:
         log = ListLog(world, [5])
@@ -268,8 +271,8 @@ def test_replies_leave_when_what_they_saw_is_committed() -> None:
 
 
 def test_who_asks_a_host_that_was_closed_is_refused() -> None:
-    """A command in several steps outlives its term: it must not wait for ever, for the stream it
-    came on has room for so many only.
+    """A command in several steps outlives its term.  It must not wait without an end, because its
+    stream has room for a bounded number of requests.
     """
 
     async def story(world: World) -> None:
@@ -285,7 +288,7 @@ def test_who_asks_a_host_that_was_closed_is_refused() -> None:
 
 
 def test_what_others_append_is_applied_before_the_next_decision() -> None:
-    """The machine knows every record below what it decides (controller/machine M3)."""
+    """The machine has applied every record below its decision (controller/machine M3)."""
 
     async def story(world: World) -> Any:
         log = ListLog(world)
@@ -304,8 +307,9 @@ def test_what_others_append_is_applied_before_the_next_decision() -> None:
 
 
 def test_a_failed_append_starts_over() -> None:
-    """runtime/replayed_host H4: the machine forgets what is not in the log; every reply of the
-    round fails."""
+    """runtime/replayed_host H4: the machine loses what is not in the log; every reply of the round
+    fails.
+    """
 
     async def story(world: World) -> None:
         log, fatal = ListLog(world, [5]), []  # type: ignore[var-annotated]
@@ -360,8 +364,9 @@ def test_a_lost_disk_is_fatal() -> None:
 
 
 def test_callers_that_gave_up_and_queues_that_are_full() -> None:
-    """runtime/replayed_host H2; a command whose caller is gone before it is decided is not
-    decided."""
+    """runtime/replayed_host H2; a command whose caller has given up before its decision is not
+    decided.
+    """
 
     async def story(world: World) -> None:
         log = ListLog(world)
