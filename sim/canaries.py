@@ -39,7 +39,7 @@ from pk.server.replica import follower
 from pk.server.replica.leader import Leader
 from pk.server.replica.partition import Partition
 from pk.server.runtime.replayed_host import ReplayedHost
-from pk.sim import clock_canaries, log_canaries, tier_canaries
+from pk.sim import clock_canaries, format_canaries, log_canaries, tier_canaries
 from pk.sim.campaign import Run
 from pk.sim.options import KEPT, NodePlan, SimOptions, TopicPlan
 
@@ -83,9 +83,11 @@ class Canary:
     pace_ms: tuple[int, int] = (20, 200)
     recent_bytes: int | None = None
     reserve_bytes: int = 0  #: disk_reserve_bytes
+    snapshot_bytes: int | None = None  #: metadata_log_max_record_bytes_between_snapshots
 
     @property
     def options(self) -> SimOptions:
+        option, size = "metadata_log_max_record_bytes_between_snapshots", self.snapshot_bytes
         return SimOptions(
             topics=(TopicPlan("t", 2, self.configs, self.copies),),
             nodes=self.nodes,
@@ -102,6 +104,7 @@ class Canary:
                 "broker_heartbeat_interval_ms": self.heartbeat_ms,
                 "producer_id_expiration_ms": self.expiration_ms,
                 "disk_reserve_bytes": self.reserve_bytes,
+                **({} if size is None else {option: size}),
             },
             recent_bytes=self.recent_bytes,
         )
@@ -516,6 +519,16 @@ CANARIES: dict[str, Canary] = {
         {**SAFE, "segment_bytes": "14336"},
         ("front_lost", "front_lost", "kill_client", "kill_leader"), nodes=THREE, copies=3,
         fault_ms=10_000, fault_every_ms=(200, 1_000),
+    ),
+    # A newer build ran on the disk of a node for a moment; then this build is started there.
+    "a checkpoint of another version read as empty": Canary(
+        "L21", format_canaries.read_as_empty, "format V3 V5", HOT, ("other_version",),
+        ("delete_records",), fault_ms=8_000, fault_every_ms=(1_000, 2_000),
+    ),
+    "an unknown field that is dropped": Canary(
+        "Q7", format_canaries.unknown_field_dropped, "format", HOT, ("unknown_field",),
+        ("configure", "elect"), nodes=THREE, copies=2, fault_ms=15_000,
+        fault_every_ms=(1_000, 3_000), snapshot_bytes=3_000,
     ),
     "log_start seen before it is durable": Canary(
         "T9", _log_start_seen_before_it_is_durable(), "V3 V4 V5", HOT,

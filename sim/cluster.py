@@ -51,6 +51,8 @@ class SimCluster:
         #: `traps`: the same, but called only at the next event and then removed.
         self.listeners: dict[str, Callable[[SimMachine, dict[str, object]], None]] = {}
         self.traps: dict[str, Callable[[SimMachine, dict[str, object]], None]] = {}
+        #: Role by node id: the process must not start, for another build wrote one of its files.
+        self.other_builds: dict[int, str] = {}
         self.on_damage: Callable[[SimMachine], bool] | None = None
         # Full disks of the simulator have less space than the default reserve.
         self._server = {"tier_url": self.store.url, "disk_reserve_bytes": 0, **server}
@@ -126,6 +128,8 @@ class SimCluster:
 
     def has_operator_for(self, machine: SimMachine, role: str) -> bool:
         """Return whether the operator repairs a process that cannot be restarted as it is."""
+        if self.other_builds.get(machine.node_id) == role:
+            return True
         return role == CONTROLLER and self.on_damage is not None and self.on_damage(machine)
 
     def active(self) -> SimMachine | None:

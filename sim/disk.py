@@ -238,6 +238,13 @@ class SimStorage:
         node = self._find(path)
         return bytes(node.data) if isinstance(node, _Inode) else b""
 
+    def exchange(self, path: str, content: bytes) -> None:
+        """Replace the content of a file that exists, SYNCED, while no process uses it."""
+        node = self._find(path)
+        assert isinstance(node, _Inode), path
+        node.data[:] = content
+        node.sync()
+
     def names(self, path: str) -> list[str]:
         """Return the names in a directory without any fault."""
         node = self._find(path)

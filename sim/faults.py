@@ -17,6 +17,7 @@ from pk import errors
 from pk.sim.cluster import SimCluster
 from pk.sim.corruption import Corruption
 from pk.sim.disk import NO_ROOM
+from pk.sim.format_faults import FormatFaults
 from pk.sim.identity_faults import IdentityFaults
 from pk.sim.machine import DISKS, RESTART_MS, KillableStorage, SimMachine
 from pk.sim.network import End, Link
@@ -90,6 +91,8 @@ class Faults:
         self._lost = IdentityFaults(
             cluster, observer, self._rng, lambda: list(self._rots.copies()), self._meet
         )
+        files = FormatFaults(cluster, self._rng, self._in, self._meet)
+        self._other_version, self._unknown_field = files.other_version, files.unknown_field
         self._tables = TableFaults(cluster, observer, oracle, self._in, self._meet)
 
     def _log_uniform(self, bounds: tuple[float, float]) -> float:

@@ -166,6 +166,11 @@ class SimMachine:
     def alive(self, role: str) -> bool:
         return self.sim_node(role) is not None
 
+    def started(self, role: str) -> bool:
+        """Whether the process of a role runs, and its start has succeeded."""
+        start = self.processes[role].start
+        return self.alive(role) and start.done() and not start.cancelled() and not start.exception()
+
     @property
     def controller(self) -> ControllerNode | None:
         return self.processes[CONTROLLER].node if self.alive(CONTROLLER) else None

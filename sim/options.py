@@ -62,6 +62,8 @@ _OBJECT_FAULTS = ("object_rot",)
 _LAST_FAULTS = ("wrong_start",)
 #: What other engines and bit rot do to tables (table_faults.py).
 _TABLE_FAULTS = ("delta_rot", "delete_rows")
+#: Files of another build on a stopped node (format_faults.py).  Only runs that name them have them.
+FORMAT_FAULTS = ("other_version", "unknown_field")
 #: The faults that a seed may draw; `SimOptions.faults` holds those that a run may meet.  Tests and
 #: canaries also give `front_lost` (identity_faults.py).
 FAULTS = (
