@@ -68,7 +68,7 @@ def _say(line: str) -> None:
 
 
 def _measured(given: argparse.Namespace, bench: Bench, name: str) -> dict[str, object] | None:
-    """The line of a case; None if it failed."""
+    """Return the line of a case; None if it failed."""
     begin = time.monotonic()
     try:
         results = bench.measure(cases.BY_NAME[name], given.rounds, given.scale, given.only)

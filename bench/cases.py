@@ -1,7 +1,7 @@
-"""The benchmarks by name: what is measured, against whom, how much of it, and what it must reach.
+"""The benchmarks by name: what is measured, with which peer, how many records, and the goal.
 
-A case has variants (codecs, or figures of one and the same round); each is one row of the table.
-How a round goes is the case's `plan` (plans.py and its neighbours).
+A case has variants (codecs, or figures of one round); each is one row of the table.  The case's
+`plan` (plans.py and its neighbours) says how a round is run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ RECORDS_S = "records/s"
 
 @dataclass(slots=True, frozen=True)
 class Variant:
-    """One row.  `least` 0 = reported without a floor."""
+    """One row.  `least` 0 = reported without a goal."""
 
     name: str
     codec: str = "none"

@@ -1,10 +1,10 @@
-"""What one decision of the controller costs when a broker has a hundred thousand partitions.
+"""The cost of one decision of the controller when a broker has a hundred thousand partitions.
 
     python -m bench.controller_scale [--partitions 100000] [--brokers 4] [--factor 3]
 
-The machine alone: decide, encode, apply; no disk, no network.  CPU seconds of the whole and of the
-longest step (a step keeps the controller from everything else), records and bytes of the largest
-batch.  One line of JSON.
+Only the machine runs: decide, encode, apply; there is no disk and no network.  It prints one line
+of JSON: CPU seconds of the whole decision and of its longest step (during a step the controller
+does nothing else), records and bytes of the largest batch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Cluster:
         return self.machine.image
 
     def do(self, what: str, command: Any) -> Any:
-        """Until it is done; adds to the figures of `what`."""
+        """Run a command until it is complete; add its cost to the figures of `what`."""
         told = self.figures.setdefault(
             what, {"cpu_s": 0.0, "step_s": 0.0, "steps": 0, "records": 0, "batch_bytes": 0}
         )
@@ -130,7 +130,7 @@ def power_cut(cluster: Cluster, brokers: int) -> None:
 
 
 def rejoin(cluster: Cluster, broker: int) -> None:
-    """Every leader takes `broker` into its ISR again."""
+    """Let every leader add `broker` to its ISR again."""
     items: dict[int, list[wire.AlterPartitionItem]] = {}
     epochs = {each.broker_id: each.broker_epoch for each in cluster.image.brokers.values()}
     for topic, number, state in cluster.image.partitions_of(broker):

@@ -1,4 +1,6 @@
-"""How a case is measured: interleaved rounds, one role awake at a time (bench M1, M2, M6)."""
+"""How a case is measured: in interleaved rounds, with one role running at a time (bench M1, M2,
+M6).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ Say = Callable[[str], None]
 
 @dataclass(slots=True)
 class Result:
-    """All rounds of one row: samples by mode of each role."""
+    """All rounds of one row: the samples of each role by mode."""
 
     case: Case
     variant: Variant
@@ -35,7 +37,7 @@ class Result:
 
     @property
     def peer_mode(self) -> str:
-        """The better one."""
+        """Return the peer's better mode."""
         best = min if self.variant.less_is_better else max
         return best(self.peer, key=lambda mode: median(self.peer[mode]))
 
@@ -100,11 +102,11 @@ class Bench:
         return self._tiered
 
     def cluster(self, role: str) -> ClusterSide:
-        """Three nodes of a role's side."""
+        """Return three nodes of a role's side."""
         return self._clusters[role]
 
     def descriptions(self) -> dict[str, str]:
-        """Of the sides that were measured."""
+        """Return the descriptions of the sides that were measured."""
         return {party.name: party.description for party in self._started}
 
     def wake(self, *wanted: Party) -> None:
@@ -128,13 +130,13 @@ class Bench:
             self._awake.append(party)
 
     def fresh(self, prefix: str) -> str:
-        """A topic's name that was never used."""
+        """Return a topic name that was never used."""
         return f"{prefix}-{next(self._numbers)}".replace("_", "-").replace(" ", "-")
 
     def measure(
         self, case: Case, rounds: int, scale: float = 1.0, only: Iterable[str] = ()
     ) -> list[Result]:
-        """Every variant of a case, or those named in `only`."""
+        """Measure every variant of a case, or those named in `only`."""
         chosen = [v for v in case.variants if v.name in only] or list(case.variants)
         rounds = 1 if case.exact else rounds
         if case.joint:
@@ -173,7 +175,7 @@ class Bench:
 
 
 def _share(whole: Result, variant: Variant) -> Result:
-    """What joint rounds say of one variant."""
+    """Return the part of joint rounds that concerns one variant."""
 
     def of(samples: dict[str, list[Sample]]) -> dict[str, list[Sample]]:
         return {

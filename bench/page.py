@@ -29,7 +29,7 @@ _COST_COLUMNS = ("CPU s / M records: pk", "peer", "peak MB: pk", "peer")
 
 
 def page(lines: Sequence[Figures], plot: str = "bench.svg") -> str:
-    """The page of the store's lines."""
+    """Return the page of the store's lines."""
     newest = max(lines, key=lambda whole: str(whole["at"]))
     words = [_INTRODUCTION.format(plot=plot, **newest["machine"])]
     sides: dict[str, str] = {}
@@ -67,7 +67,7 @@ def _runs_line(row: Row) -> str:
 
 
 def _beside(figures: Figures, pk: float) -> str:
-    """The ratio of another mode of pk."""
+    """Return the ratio of another mode of pk."""
     above, below = (figures["peer"], pk) if figures["less_is_better"] else (pk, figures["peer"])
     return f"ratio {above / below:.2f}" if below else "no ratio"
 
@@ -85,14 +85,15 @@ _LEAST, _MOST = 0.25, 32.0
 
 
 def _x(ratio: float) -> float:
-    """Where a ratio stands, on a logarithmic line."""
+    """Return the position of a ratio on a logarithmic axis."""
     inside = min(max(ratio, _LEAST), _MOST)
     return _LEFT + _WIDTH * math.log(inside / _LEAST) / math.log(_MOST / _LEAST)
 
 
 def plot(lines: Sequence[Figures]) -> str:
-    """A bar a row from 1 (as fast as the peer) to its ratio; a stroke at the floor, one at the
-    aim."""
+    """Return a bar per row from 1 (as fast as the peer) to its ratio, with a stroke at the goal and
+    one at the aim.
+    """
     found = [row for row in report.rows(lines) if row.figures["ratio"] > 0]
     height = _TOP + len(found) * (_BAR + _GAP) + 10
     width = _LEFT + _WIDTH + 60

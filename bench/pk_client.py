@@ -1,10 +1,11 @@
-"""pk's clients under measurement, one mode a process: `python -m bench.pk_client MODE …`.
+"""pk's clients under measurement, one mode per process: `python -m bench.pk_client MODE …`.
 
-Prints `open` when the warm-up is over and `close {figures}` at the end (`runs.py` reads it).
+A client prints `open` when the warm-up is over and `close {figures}` at the end (`runs.py` reads
+these lines).
 
   lists     produce: each batch is built from a Python list of `BATCH_ROWS` bytes while timed
   prebuilt  produce: the Arrow batches exist already
-  random    produce: as prebuilt, values that no codec makes smaller
+  random    produce: as prebuilt, with values that no codec compresses
   record    produce: `send` per record
   paced     produce: `--rate` records a second in small batches, until the process is ended
   batches   consume: `poll_batches`, rows and value bytes counted in Arrow
@@ -60,7 +61,7 @@ def _batch(rows: list[bytes]) -> pa.RecordBatch:
 
 
 def _send_batches(producer: Any, topic: str, batches: Iterator[pa.RecordBatch]) -> int:
-    """Send all, wait for all; an error of any part is raised."""
+    """Send all batches and wait for all; raise an error of any part."""
     outstanding: deque[Any] = deque()
     sent = 0
     for batch in batches:
@@ -84,7 +85,9 @@ def _send_records(producer: Any, topic: str, rows: Iterator[bytes], count: int) 
 
 
 def _stored(given: argparse.Namespace) -> int:
-    """How many records the topic holds: every one of a run must be there, none twice."""
+    """Return how many records the topic has: every record of a run must be there, and none
+    twice.
+    """
     from pk import Consumer, TopicPartition
 
     consumer = Consumer(given.bootstrap)
@@ -207,7 +210,7 @@ def latency(given: argparse.Namespace) -> None:
 
 
 def _data_bytes(column: pa.Array) -> int:
-    """Bytes of a binary column's values: what its first and last offsets span."""
+    """Return the bytes of a binary column's values, from its first and last offsets."""
     offsets = memoryview(column.buffers()[1]).cast("B").cast("i")
     size: int = offsets[column.offset + len(column)] - offsets[column.offset]
     return size

@@ -91,12 +91,12 @@ class PkSide:
         self._admin.alter_configs(topic, configs)
 
     def ends(self, topic: str) -> list[int]:
-        """Where each partition ends."""
+        """Return where each partition ends."""
         found = self._admin.offsets(topic)
         return [found[place] for place in sorted(found, key=lambda place: place.partition)]
 
     def tier(self, topic: str) -> Path:
-        """The folder of the topic's table, once it holds the whole log."""
+        """Return the folder of the topic's table, once it holds the whole log."""
         deadline = time.monotonic() + TIER_TIMEOUT_S
         while True:
             states = self._admin.describe_topics([topic])
@@ -200,7 +200,7 @@ class PkSide:
 
 
 def table_files(folder: Path) -> list[Path]:
-    """The files that the newest version of a table lists: a folder may hold others."""
+    """Return the files that the newest version of a table lists: its folder may hold others."""
     from deltalake import DeltaTable
 
     return [Path(unquote(urlsplit(uri).path)) for uri in DeltaTable(folder).file_uris()]

@@ -1,4 +1,4 @@
-"""What `/proc` says of processes, and stopping them for a while.
+"""Figures of processes from `/proc`, and stopping them for a while.
 
 CPU seconds are user + system of the whole process, all threads.  Peak memory is `VmHWM`, which
 `reset_peak` sets back to the present size.  (`ru_maxrss` of an ended child also counts what the
@@ -21,7 +21,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def cpu_s(pids: Iterable[int]) -> float:
-    """User and system seconds so far; a process that is gone counts nothing."""
+    """Return user and system seconds so far; a process that has ended counts as zero."""
     total = 0
     for pid in pids:
         try:
@@ -33,7 +33,7 @@ def cpu_s(pids: Iterable[int]) -> float:
 
 
 def name(pid: int) -> str:
-    """The program's name; empty if the process is gone."""
+    """Return the program's name; empty if the process has ended."""
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
@@ -41,7 +41,7 @@ def name(pid: int) -> str:
 
 
 def tree_cpu_s(root: int) -> float:
-    """As `cpu_s` of a process and its descendants, with what those that ended had used."""
+    """Return `cpu_s` of a process and its descendants, including descendants that have ended."""
     total = 0
     for pid in children(root):
         try:
@@ -53,7 +53,7 @@ def tree_cpu_s(root: int) -> float:
 
 
 def reset_peak(pids: Iterable[int]) -> None:
-    """Peak memory counts from here."""
+    """Count the peak memory from here."""
     for pid in pids:
         try:
             Path(f"/proc/{pid}/clear_refs").write_text("5")
@@ -62,12 +62,14 @@ def reset_peak(pids: Iterable[int]) -> None:
 
 
 def peak_rss_mb(pids: Iterable[int]) -> float:
-    """Sum of the processes' peaks since `reset_peak` (an upper bound of the peak of the sum)."""
+    """Return the sum of the processes' peaks since `reset_peak` (an upper bound of the peak of the
+    sum).
+    """
     return _memory_mb(pids, "VmHWM:")
 
 
 def rss_mb(pids: Iterable[int]) -> float:
-    """Sum of the processes' memory now."""
+    """Return the sum of the processes' memory now."""
     return _memory_mb(pids, "VmRSS:")
 
 
@@ -84,7 +86,7 @@ def _memory_mb(pids: Iterable[int], name: str) -> float:
 
 
 def children(root: int) -> list[int]:
-    """`root` and all its descendants, parents first."""
+    """Return `root` and all its descendants, parents first."""
     parents: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -101,12 +103,12 @@ def children(root: int) -> list[int]:
 
 
 def freeze(pids: Iterable[int]) -> None:
-    """SIGSTOP, parents first, so that a supervisor does not see its children stop."""
+    """Send SIGSTOP, parents first, so that a supervisor does not see its children stop."""
     _signal(pids, signal.SIGSTOP)
 
 
 def thaw(pids: Iterable[int]) -> None:
-    """SIGCONT, children first."""
+    """Send SIGCONT, children first."""
     _signal(reversed(list(pids)), signal.SIGCONT)
 
 

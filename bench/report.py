@@ -1,8 +1,8 @@
-"""What a measurement says: one JSON line a case, a rich table, and the store of all lines.
+"""The results of a measurement: one JSON line per case, a table, and the store of all lines.
 
 A line is the figures of its first variant, flat, with the other variants under their names.  The
-store (docs/bench.jsonl) keeps one line a case; a new run replaces what it measured and nothing
-else, so every variant carries its own time, rounds and load.
+store (docs/bench.jsonl) keeps one line per case.  A new run replaces only the variants that it
+measured, so every variant carries its own time, rounds and load.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Row(NamedTuple):
 
 
 def machine() -> dict[str, Any]:
-    """The machine in the words of the kernel."""
+    """Return a description of the machine, as the kernel gives it."""
     model, cores = platform.machine(), 0
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -55,7 +55,9 @@ def machine() -> dict[str, Any]:
 
 
 def costs(samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
-    """CPU seconds per million records and peak memory, client and server apart; medians."""
+    """Return CPU seconds per million records and peak memory, of client and server separately;
+    medians.
+    """
 
     def per_million(seconds: float, sample: Sample) -> float:
         return seconds / (sample.records / 1e6) if sample.records else 0.0
@@ -75,12 +77,12 @@ def costs(samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
 
 
 def rounded(value: float) -> float:
-    """Rates whole, latencies to microseconds."""
+    """Round rates to whole numbers, latencies to microseconds."""
     return round(value) if value >= 1000 else round(value, 3)
 
 
 def _middle(samples: Sequence[Sample]) -> dict[str, float]:
-    """Medians of what else a round told, and extremes of its extremes."""
+    """Return the medians of the other figures of a round, and the extremes of its extremes."""
     return {
         name: rounded(_AMONG.get(name, statistics.median)([each.figures[name] for each in samples]))
         for name in samples[0].figures
@@ -88,7 +90,7 @@ def _middle(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def facts(result: Result, sides: Figures | None = None) -> dict[str, Any]:
-    """One variant's figures."""
+    """Return one variant's figures."""
     case, variant = result.case, result.variant
     pk, peer = result.pk[case.pk_modes[0]], result.peer[result.peer_mode]
     pk_costs, peer_costs = costs(pk), costs(peer)
@@ -130,7 +132,9 @@ def facts(result: Result, sides: Figures | None = None) -> dict[str, Any]:
 def line(
     results: Sequence[Result], descriptions: Mapping[str, str], size_gb: float = 20.0
 ) -> dict[str, Any]:
-    """The JSON line of a case: its first variant at the top, the others under their names."""
+    """Return the JSON line of a case: its first variant at the top, the others under their
+    names.
+    """
     case = results[0].case
     what = case.what.format(size_gb=size_gb)
     head = {"what": what, "against": case.against, "sides": dict(descriptions)}
@@ -146,7 +150,7 @@ def _composed(case: Case, by_variant: Mapping[str, Figures], head: Figures) -> d
 
 
 def _parts(whole: Figures) -> dict[str, Figures]:
-    """Figures by variant: the inverse of `_composed`."""
+    """Return the figures by variant: the inverse of `_composed`."""
     under = {
         name: part
         for name, part in whole.items()
@@ -157,7 +161,7 @@ def _parts(whole: Figures) -> dict[str, Figures]:
 
 
 def rows(lines: Sequence[Figures]) -> list[Row]:
-    """Every variant of every line."""
+    """Yield every variant of every line."""
     return [
         Row(str(head["name"]), variant, figures, head)
         for head in lines
@@ -169,14 +173,16 @@ def rows(lines: Sequence[Figures]) -> list[Row]:
 
 
 def stored(path: Path) -> list[Figures]:
-    """The lines of the store; none if there is none."""
+    """Return the lines of the store; none if there is no store."""
     if not path.exists():
         return []
     return [json.loads(text) for text in path.read_text().splitlines() if text.strip()]
 
 
 def merged(old: Sequence[Figures], new: Sequence[Figures]) -> list[dict[str, Any]]:
-    """`old` with what `new` measured, in the order of the cases; a case that is no more goes."""
+    """Return `old` with the variants that `new` measured, in the order of the cases; removed cases
+    are left out.
+    """
     found: dict[str, dict[str, Any]] = {}
     for whole in (*old, *new):
         name = str(whole["name"])
@@ -198,7 +204,7 @@ def merged(old: Sequence[Figures], new: Sequence[Figures]) -> list[dict[str, Any
 
 
 def pair(figures: Figures, key: str, side: str) -> str:
-    """Client + server; a dash where nothing was counted."""
+    """Return client + server; a dash if nothing was counted."""
     both = figures[key][side]
     if not both["client"] and not both["server"]:
         return "–"
@@ -220,7 +226,7 @@ def costs_cells(figures: Figures) -> list[str]:
 
 
 def table(lines: Sequence[Figures]) -> Any:
-    """For people at a terminal."""
+    """Return the table for people at a terminal."""
     from rich.table import Table
 
     made = Table(title="pk beside Apache Kafka", caption="medians; CPU and memory: client + server")

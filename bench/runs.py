@@ -1,9 +1,9 @@
-"""One client process under watch: when its steady window opens and closes, and what it costs.
+"""One client process that is watched: when its steady window opens and closes, and its costs.
 
 A client prints lines; a `Reader` turns each into None or a `Mark`.  The first `open` mark starts
-the window, the last `close` mark ends it and carries the result.  At both, the CPU time of the
-client and of the side's server processes is taken.  A client that prints nothing for `SILENCE_S` or
-fails is an error that shows its last lines; it never hangs the benchmark.
+the window; the last `close` mark ends it and carries the result.  At both, the CPU time of the
+client and of the side's server processes is read.  A client that fails, or prints nothing for
+`SILENCE_S`, is an error that shows its last lines; it never hangs the benchmark.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class RunFailed(Exception):
-    """The client process failed, or stood still."""
+    """The client process failed, or made no progress."""
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class Sample:
 
 
 def bare(value: float, figures: dict[str, float] | None = None) -> Sample:
-    """A figure that has no costs of its own: bytes, seconds of a call."""
+    """Return a sample without costs of its own: bytes, or seconds of a call."""
     return Sample(value, 0, 0, 0, 0, 0, figures or {})
 
 
@@ -59,7 +59,7 @@ Reader = Callable[[str], Mark | None]
 
 
 def read_line(line: str) -> Mark | None:
-    """A `Reader` of the clients of this package: `open`, `close {figures}`."""
+    """Read a line of this package's clients: `open`, `close {figures}` (a `Reader`)."""
     kind, _, figures = line.partition(" ")
     return Mark(kind, json.loads(figures)) if kind in ("open", "close") else None
 
@@ -71,9 +71,10 @@ def watch(
     *,
     whole_run: bool = False,
 ) -> Sample:
-    """Run a client to its end.  `close` must carry `value`, and `records` that the costs are for.
+    """Run a client to its end.  `close` must carry `value`, and the number of `records` that the
+    costs are for.
 
-    `whole_run`: for clients that have no warm-up; the window opens when they start.
+    `whole_run`: for clients without a warm-up; the window opens when they start.
     """
     processes.reset_peak(server)
     opened = (0.0, processes.cpu_s(server)) if whole_run else (0.0, 0.0)
@@ -133,7 +134,7 @@ def watch(
 
 
 def _lines(process: subprocess.Popen[bytes]) -> Iterator[str]:
-    """Lines as they come; raises `RunFailed` after `SILENCE_S` without one."""
+    """Yield lines as they come; raises `RunFailed` after `SILENCE_S` without one."""
     assert process.stdout is not None
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)

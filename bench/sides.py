@@ -1,9 +1,9 @@
 """A side: one system under test, its processes, and when it may be timed again after a stop.
 
-`settle` is bench M2: it ends only when the side has answered metadata, a record of now was stored
-and returned on every partition of a probe topic, and the leader epochs seen then are the same two
-seconds later.  A Spark session is a party too: it is stopped with its side, and has to answer a
-query before it is timed.
+`settle` implements bench M2.  It ends only when the side has answered metadata, has stored and
+returned a new record on every partition of a probe topic, and the leader epochs seen then are the
+same two seconds later.  A Spark session is a party too: it is stopped with its side, and has to
+answer a query before it is timed.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ SETTLE_TIMEOUT_S = 90.0
 
 
 class SideFailed(Exception):
-    """A side did not start, or did not come back after a stop."""
+    """A side did not start, or did not work again after a stop."""
 
 
 class Party(Protocol):
-    """Something with processes that must stand still while others are measured."""
+    """Processes that must be stopped while others are measured."""
 
     @property
     def name(self) -> str: ...
@@ -42,7 +42,7 @@ class Party(Protocol):
     def stop(self) -> None: ...
 
     def pids(self) -> list[int]:
-        """Every process of it, parents first."""
+        """Return every process of it, parents first."""
         ...
 
     def probe(self) -> dict[int, int]:
@@ -58,7 +58,7 @@ class Side(Party, Protocol):
     def create_topic(
         self, topic: str, partitions: int = PARTITIONS, configs: Mapping[str, str] | None = None
     ) -> None:
-        """Returns when every partition has a leader."""
+        """Create a topic; returns when every partition has a leader."""
         ...
 
     def delete_topic(self, topic: str) -> None: ...
@@ -83,28 +83,31 @@ class Side(Party, Protocol):
         partitions: int = PARTITIONS,
         starts: Sequence[int] = (),
     ) -> Sample:
-        """From the beginning, or from `starts` by partition."""
+        """Consume from the beginning, or from `starts` by partition."""
         ...
 
     def latency(self, topic: str, records: int) -> Sample:
-        """p99 in ms of one record in flight at a time, from before it is sent to its receipt."""
+        """Return p99 in ms of one record in flight at a time, from before it is sent to its
+        receipt.
+        """
         ...
 
     def background(self, topic: str, values: Path, records_s: int) -> list[str]:
-        """The command of a client that produces so much until it is ended; it prints windows
-        (`N records sent, R records/sec`)."""
+        """Return the command of a client that produces at a rate until it is ended; it prints
+        windows (`N records sent, R records/sec`).
+        """
         ...
 
     def small(self, topic: str, clients: int, seconds: float) -> Sample:
-        """Acknowledged requests a second of clients with one record in flight each."""
+        """Return the acknowledged requests per second of clients with one record in flight each."""
         ...
 
     def ends(self, topic: str) -> list[int]:
-        """Where each partition ends."""
+        """Return where each partition ends."""
         ...
 
     def segment_files(self, topic: str) -> list[Path]:
-        """Log and index files of all partitions on disk."""
+        """Return log and index files of all partitions on disk."""
         ...
 
 
@@ -112,7 +115,7 @@ class TieredSide(Side, Protocol):
     """pk with a tier."""
 
     def tier(self, topic: str) -> Path:
-        """The folder of the topic's table, once it holds the whole log."""
+        """Return the folder of the topic's table, once it holds the whole log."""
         ...
 
 
@@ -120,11 +123,11 @@ class ClusterSide(Side, Protocol):
     """Three nodes, each controller and broker; topics have three replicas."""
 
     def leader(self, topic: str) -> int:
-        """The node that leads partition 0."""
+        """Return the node that leads partition 0."""
         ...
 
     def kill(self, node: int) -> None:
-        """`kill -9` of all its processes."""
+        """Send `kill -9` to all its processes."""
         ...
 
     def start_node(self, node: int) -> None: ...
@@ -134,22 +137,24 @@ class ClusterSide(Side, Protocol):
     def thaw_node(self, node: int) -> None: ...
 
     def stop_nodes(self) -> None:
-        """A clean stop of all."""
+        """Stop all nodes cleanly."""
         ...
 
     def start_nodes(self) -> None: ...
 
     def whole(self, topic: str) -> None:
-        """Returns when every partition has a leader and all replicas in sync."""
+        """Return when every partition has a leader and all replicas in sync."""
         ...
 
     def pulse(self, topic: str, request_timeout_ms: int) -> Pulse:
-        """A producer that sends to partition 0 all the time."""
+        """Return a producer that sends to partition 0 all the time."""
         ...
 
 
 class Pulse:
-    """A record every `PULSE_S`, acks=all, from a thread; and when each was acknowledged."""
+    """Sends a record every `PULSE_S` with acks=all, from a thread, and notes the
+    acknowledgements.
+    """
 
     PULSE_S = 0.005
 
@@ -178,7 +183,9 @@ class Pulse:
                 self._news.notify_all()
 
     def served_after(self, begin: float, timeout_s: float) -> float:
-        """When the first record sent after `begin` was acknowledged.  Raises `TimeoutError`."""
+        """Return when the first record sent after `begin` was acknowledged.  Raises
+        `TimeoutError`.
+        """
         with self._news:
             self._served.clear()
             deadline = time.monotonic() + timeout_s
@@ -201,7 +208,9 @@ def thaw(party: Party) -> None:
 
 
 def settle(party: Party) -> None:
-    """bench M2.  Raises `SideFailed` if the side does not come back."""
+    """Wait until the side may be timed (bench M2).  Raises `SideFailed` if it does not work
+    again.
+    """
     deadline = time.monotonic() + SETTLE_TIMEOUT_S
     last: Exception | None = None
     while time.monotonic() < deadline:

@@ -1,8 +1,8 @@
 """Many clients with one record in flight each: `python -m bench.small_client pk|kafka …`.
 
 Every client is a producer of its own with linger 0, in a thread of its own, that sends 100 bytes to
-one partition and waits for the acknowledgement.  Counted are the acknowledgements between the
-moment when all have warmed up and the end.
+one partition and waits for the acknowledgement.  The figure is the number of acknowledgements from
+the moment when all have warmed up to the end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CALL_S = 30.0
 
 
 def command(kind: str, bootstrap: str, topic: str, clients: int, seconds: float) -> list[str]:
-    """How to run this."""
+    """Return the command that runs this module."""
     words = [sys.executable, "-m", "bench.small_client", kind, "--bootstrap", bootstrap]
     words += ["--topic", topic, "--clients", str(clients), "--seconds", str(seconds)]
     return words

@@ -1,9 +1,10 @@
-"""The transport of a stream, measured alone: sockets against grpc.aio
+"""The transport of a stream, measured alone: sockets compared with grpc.aio
 (docs/design/0003-transport.md).
 
     python -m bench.transport  # 4 GiB in 4 MiB frames, 5,000 echoes of 100 bytes, both ways
 
-One process serves both kinds of stream at one address; this one reads.  No log, no codec.
+One process serves both kinds of stream at one address, and this process reads.  There is no log and
+no codec.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ async def _measure(direct: str, both: str) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    """Print one JSON line a transport: medians of five interleaved rounds."""
+    """Print one JSON line per transport: medians of five interleaved rounds."""
     if sys.argv[1:] == ["serve"]:
         asyncio.run(_child())
         return

@@ -16,7 +16,7 @@ _CARRIERS = ("UA", "AA", "B6", "DL", "EV", "MQ", "US", "9E", "WN", "VX")
 
 
 def make(count: int = DISTINCT, seed: int = 7) -> list[bytes]:
-    """`count` distinct values."""
+    """Return `count` distinct values."""
     rng = random.Random(seed)
     values = []
     for number in range(count):
@@ -31,10 +31,10 @@ def make(count: int = DISTINCT, seed: int = 7) -> list[bytes]:
 
 
 def write(path: Path, values: list[bytes]) -> None:
-    """One value a line, as ProducerPerformance wants them."""
+    """Write one value per line, as ProducerPerformance expects it."""
     path.write_bytes(b"\n".join(values) + b"\n")
 
 
 def read(path: Path) -> list[bytes]:
-    """What `write` wrote."""
+    """Read what `write` wrote."""
     return path.read_bytes().splitlines()

@@ -20,13 +20,13 @@ CLUSTER_ID = "cGstYmVuY2gta2Fma2EtMQ"
 
 
 def options(name: str) -> list[str]:
-    """The JVM options of a file in this folder."""
+    """Return the JVM options of a file in this folder."""
     lines = (HERE / name).read_text().splitlines()
     return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
 
 
 def properties(name: str) -> dict[str, str]:
-    """The settings of a file in this folder."""
+    """Return the settings of a file in this folder."""
     pairs = (
         line.partition("=")
         for line in (HERE / name).read_text().splitlines()
@@ -52,7 +52,9 @@ class KafkaBroker:
         self.address = ""
 
     def command(self, jvm: str, program: str, *arguments: str) -> list[str]:
-        """A program of Kafka's jars, with the JVM options of `kafka/<jvm>`."""
+        """Return the command of a program of Kafka's jars, with the JVM options of
+        `kafka/<jvm>`.
+        """
         if not self._classpath:
             found = jars.resolve(COORDINATES, transitive=True)
             self._classpath = ":".join(str(jar) for jar in found)
@@ -104,7 +106,7 @@ class KafkaBroker:
         return [] if self._process is None else processes.children(self._process.pid)
 
     def stop(self) -> None:
-        """SIGTERM (also to a stopped process), then SIGKILL."""
+        """Send SIGTERM (also to a stopped process), then SIGKILL."""
         if self._process is None:
             return
         processes.thaw([self._process.pid])

@@ -74,7 +74,7 @@ def produce(given: argparse.Namespace) -> None:
 
 
 def _check_stored(given: argparse.Namespace) -> None:
-    """Every record of the run is in the topic, none twice."""
+    """Check that every record of the run is in the topic, and none twice."""
     consumer = Consumer({**CONSUMER, "bootstrap.servers": given.bootstrap})
     places = [TopicPartition(given.topic, number) for number in range(given.partitions)]
     stored = sum(consumer.get_watermark_offsets(place, timeout=10)[1] for place in places)

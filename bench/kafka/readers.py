@@ -1,4 +1,4 @@
-"""What the Java performance tools print, read so that only steady windows count.
+"""Reads the output of the Java performance tools, so that only steady windows count.
 
 ProducerPerformance prints a window every 5 s and a total after the flush.  The steady window is the
 total minus the windows up to the first boundary at which `warm_up` records were acknowledged: it
@@ -10,7 +10,7 @@ at which `warm_up` records were read to the last line that is printed (at most 1
 end), so group join and class loading do not count.
 
 EndToEndLatency has no warm-up and prints percentiles over all its messages, in whole milliseconds.
-It is run with so many messages that its warm-up hides in the last percent.
+It is run with so many messages that its warm-up is within the last percent.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ class ProducerReader:
 
 
 def window_rate(line: str) -> float | None:
-    """Records a second, if the line is a window of a producer."""
+    """Return the records per second, if the line is a window of a producer."""
     found = _SENT.search(line)
     return float(found[2]) if found else None
 
 
 def latency_reader(line: str) -> Mark | None:
-    """A `Reader` of EndToEndLatency's last line."""
+    """Read EndToEndLatency's last line (a `Reader`)."""
     found = re.match(r"Percentiles: 50th = (\d+), 99th = (\d+), 99\.9th = (\d+)", line)
     if found is None:
         return None
@@ -85,7 +85,7 @@ def latency_reader(line: str) -> Mark | None:
 
 
 class ConsumerReader:
-    """A `Reader` of ConsumerPerformance: every line closes the window, the last one counts."""
+    """A `Reader` of ConsumerPerformance: every line closes the window, and the last one counts."""
 
     def __init__(self, warm_up: int) -> None:
         self._warm_up = warm_up

@@ -65,7 +65,7 @@ class KafkaSide:
         self.create_topic(PROBE_TOPIC)
 
     def wait_for_nodes(self) -> None:
-        """Returns when topics can be created: a single node's port opens then."""
+        """Return when topics can be created: a single node's port opens at that time."""
 
     def stop(self) -> None:
         self._admin = None
@@ -182,7 +182,7 @@ class KafkaSide:
         mode: str,
         batch_bytes: int | None = None,
     ) -> runs.Sample:
-        """ProducerPerformance, or confluent-kafka's producer, over the same values.
+        """Run ProducerPerformance, or confluent-kafka's producer, with the same values.
 
         `mode` fill: a run that is not timed.
         """
@@ -214,7 +214,7 @@ class KafkaSide:
         return runs.watch(command, runs.read_line, self.pids())
 
     def latency(self, topic: str, records: int) -> runs.Sample:
-        """EndToEndLatency, as it comes: acks=all, values of 100 bytes."""
+        """Run EndToEndLatency with its defaults: acks=all, values of 100 bytes."""
         arguments = [self.broker.address, topic, str(records), "all", str(VALUE_BYTES)]
         command = self.broker.command("client.options", _LATENCY_PROGRAM, *arguments)
         sample = runs.watch(command, latency_reader, self.pids(), whole_run=True)
@@ -229,7 +229,9 @@ class KafkaSide:
         partitions: int = PARTITIONS,
         starts: Sequence[int] = (),
     ) -> runs.Sample:
-        """ConsumerPerformance, or confluent-kafka's consumer, from the beginning of the topic."""
+        """Run ConsumerPerformance, or confluent-kafka's consumer, from the beginning of the
+        topic.
+        """
         assert not starts, "Java's tool has no offsets to start from"
         if mode == "confluent":
             return self._confluent("records", topic, records, "--partitions", str(partitions))

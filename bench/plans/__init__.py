@@ -50,7 +50,7 @@ class Plan(Protocol):
 
 
 class Base:
-    """What most plans share: pk against the peer, nothing to prepare."""
+    """The common part of most plans: pk compared with the peer, without preparation."""
 
     def __init__(
         self, bench: Bench, case: Case, variant: Variant, counts: Mapping[str, int]
@@ -64,14 +64,14 @@ class Base:
         return (self.side(role),)
 
     def prepare(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def load(name: str) -> Callable[..., Plan]:
-    """The class of a plan; what it imports (Spark) is loaded only with it."""
+    """Return the class of a plan; its imports (Spark) are loaded only with it."""
     module, which = _HOMES[name]
     found: Callable[..., Plan] = getattr(import_module(f"bench.plans.{module}"), which)
     return found

@@ -25,7 +25,7 @@ _SMALL_S = 8.0
 
 
 class Produce(Base):
-    """bench M5: a topic of its own for every round."""
+    """bench M5: every round has a topic of its own."""
 
     def round(self, role: str, mode: str) -> Sample:
         side, bench = self.side(role), self.bench
@@ -45,7 +45,7 @@ class Filled(Base):
         self.topics: dict[str, str] = {}
 
     def fill_roles(self) -> tuple[tuple[str, str], ...]:
-        """Who is filled, and by which mode of its producer."""
+        """Return the roles to fill, each with the mode of its producer."""
         return (("pk", "prebuilt"), ("peer", "fill"))
 
     def prepare(self) -> None:
@@ -59,7 +59,7 @@ class Filled(Base):
             side.produce(topic, self.bench.values, self.counts[role], self.variant.codec, mode)
 
     def configs(self, role: str) -> dict[str, str]:
-        """Settings of a topic that differ from the defaults."""
+        """Return the settings of a topic that differ from the defaults."""
         return {}
 
     def close(self) -> None:
@@ -96,7 +96,7 @@ class Latency(Base):
 
 @contextmanager
 def _background(command: list[str]) -> Iterator[list[float]]:
-    """A client at its rate; yields the rates of its windows, complete after the block."""
+    """Run a client at its rate; yields the rates of its windows, complete after the block."""
     rates: list[float] = []
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=ROOT

@@ -1,5 +1,5 @@
-"""Rounds on three nodes: how long a partition is without a leader that acknowledges, how fast
-replicated produce is, what a thousand replicated partitions cost.
+"""Rounds on three nodes: how long a partition has no leader that acknowledges, how fast replicated
+produce is, and what a thousand replicated partitions cost.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _REST_S = 5.0
 
 
 class OnClusters(Base):
-    """The clusters in the place of the single nodes."""
+    """A plan with clusters in place of the single nodes."""
 
     def side(self, role: str) -> ClusterSide:
         return self.bench.cluster(role)
@@ -36,7 +36,7 @@ class OnClusters(Base):
 
 
 class Replicated(OnClusters, Produce):
-    """As `Produce`."""
+    """Like `Produce`, on clusters."""
 
 
 class Failover(OnClusters):

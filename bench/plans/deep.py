@@ -1,5 +1,6 @@
-"""Does a deep log cost anything?  pk against itself: the same rounds on a topic of many gigabytes
-and on a new one, in the same server."""
+"""Does a deep log cost anything?  pk is compared with itself: the same rounds on a topic of many
+gigabytes and on a new one, in the same server.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ _FILL_RUN = 20_000_000  #: records a run of the filling client
 
 
 class Deep(Base):
-    """A round produces, then fetches what it produced.  `deep` goes on at the end of the log."""
+    """A round produces, then fetches the produced records.  `deep` continues at the end of the
+    log.
+    """
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -28,7 +31,9 @@ class Deep(Base):
         return self.bench.pk
 
     def prepare(self) -> None:
-        """Values that no codec or file system makes smaller; the disk comes to rest after it."""
+        """Fill the deep topic with values that no codec or file system compresses; wait until the
+        disk has written them.
+        """
         side, bench = self.bench.pk, self.bench
         bench.wake(side)
         topic = bench.fresh("deep")

@@ -1,4 +1,4 @@
-"""A thousand partitions on one broker: what they cost to make, to use and to keep."""
+"""A thousand partitions on one broker: the cost of creating, using and keeping them."""
 
 from __future__ import annotations
 

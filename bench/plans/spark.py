@@ -1,4 +1,5 @@
-"""Rounds in Spark: one session a role and a run, warmed by an untimed pass, both stopped in turns.
+"""Rounds in Spark: one session per role and run, warmed by an untimed pass; each is stopped while
+the other is timed.
 
 pk's connector runs with its defaults; the option `columns="value"` is a mode of its own, reported
 beside them.  Kafka's connector gets the tuned settings of Kafka's clients (kafka/*.properties).
@@ -22,7 +23,7 @@ _TIERED = {"tier_max_lag_ms": "1000"}
 
 
 class _Sessions(Base):
-    """The two sessions; each awake with its side."""
+    """The two sessions; each runs only while its side runs."""
 
     peer_kind = "kafka"
 
@@ -38,7 +39,7 @@ class _Sessions(Base):
         return (self.side(role), self.sessions[role])
 
     def timed(self, role: str, mode: str, **command: Any) -> Sample:
-        """Untimed once, then timed."""
+        """Run a query once untimed, then timed."""
         session, records = self.sessions[role], self.counts[role]
         pids = [pid for one in self.parties(role) if one is not session for pid in one.pids()]
         if (role, mode) not in self._warm:
@@ -48,7 +49,7 @@ class _Sessions(Base):
 
 
 def session_of(bench: Any, kind: str) -> SparkSession:
-    """One session of a kind in a whole run."""
+    """Return the one session of a kind in a whole run."""
     known: dict[str, SparkSession] = bench.sessions
     if kind not in known:
         known[kind] = SparkSession(kind)
@@ -56,7 +57,7 @@ def session_of(bench: Any, kind: str) -> SparkSession:
 
 
 def source(side: Side, role: str, topic: str, mode: str) -> dict[str, Any]:
-    """`format` and `options` that read a whole topic."""
+    """Return `format` and `options` that read a whole topic."""
     options = {"subscribe": topic, "startingOffsets": "earliest"}
     if role == "pk":
         if mode == "columns":

@@ -3,8 +3,9 @@
 Both producers get the same keys (hence the same partitions), values and timestamps, and make
 batches of 1 MiB of records before compression, zstd 3.  Java's producer would count compressed
 bytes, so Kafka's side is written by confluent-kafka, which counts as pk does.  Then `segment.ms` is
-lowered and one record more is sent to each partition: all segments but the last are closed, their
-indexes cut to what is used, and these are what is counted: log, index, timeindex, txnindex.
+lowered and one further record is sent to each partition.  This closes all segments but the last and
+cuts their indexes to the used part.  The closed segments are counted: log, index, timeindex,
+txnindex.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _ROLL_TIMEOUT_S = 30.0
 
 
 def stamped(flights: Sequence[Flight]) -> Iterator[tuple[Flight, int]]:
-    """Ten flights a millisecond, ending about now."""
+    """Return the flights with timestamps: ten per millisecond, ending about now."""
     first = int(time.time() * 1000) - len(flights) // 10
     return ((flight, first + number // 10) for number, flight in enumerate(flights))
 
@@ -75,7 +76,7 @@ def write_kafka(side: Side, topic: str, flights: Sequence[Flight]) -> None:
 
 
 def close_segments(side: Side, topic: str) -> None:
-    """Roll every partition: one record more after `segment.ms`."""
+    """Roll every partition: send one further record after `segment.ms`."""
     side.alter_topic(topic, {"segment.ms": str(_SEGMENT_MS)})
     time.sleep(2 * _SEGMENT_MS / 1000)
     for partition in range(PARTITIONS):
@@ -104,7 +105,7 @@ def _send_one(side: Side, topic: str, partition: int) -> None:
 
 
 def _logs(side: Side, topic: str) -> dict[Path, list[Path]]:
-    """Segments by partition, in order."""
+    """Return the segments by partition, in order."""
     found: dict[Path, list[Path]] = {}
     for path in side.segment_files(topic):
         if path.suffix == ".log":
@@ -113,7 +114,9 @@ def _logs(side: Side, topic: str) -> dict[Path, list[Path]]:
 
 
 def closed_bytes(side: Side, topic: str, expected: int) -> dict[str, float]:
-    """Bytes of the closed segments by kind of file; the batches in them hold `expected` rows."""
+    """Return the bytes of the closed segments by kind of file; their batches hold `expected`
+    rows.
+    """
     sizes = dict.fromkeys(("log", "indexes"), 0)
     batches = rows = 0
     for folder, logs in _logs(side, topic).items():
@@ -130,14 +133,14 @@ def closed_bytes(side: Side, topic: str, expected: int) -> dict[str, float]:
 
 
 def _first_small(logs: Sequence[Path]) -> int:
-    """The first segment behind the flights: it holds one record (`close_segments`)."""
+    """Return the first segment behind the flights: it holds one record (`close_segments`)."""
     ends = [int(path.stem) for path in logs[1:]]
     ones = [at for at in range(1, len(ends)) if ends[at] - int(logs[at].stem) == 1]
     return ones[0] if ones else len(logs) - 1
 
 
 def _batches(path: Path, name: str) -> int:
-    """How many batches a segment holds."""
+    """Return how many batches a segment holds."""
     data = path.read_bytes()
     if name != "kafka":
         from pk.log import batch
@@ -151,7 +154,7 @@ def _batches(path: Path, name: str) -> int:
 
 
 class Segments(Base):
-    """pk's closed segments against Kafka's."""
+    """pk's closed segments compared with Kafka's."""
 
     def prepare(self) -> None:
         limit = None if self.counts["pk"] >= self.case.records else self.counts["pk"]
@@ -171,7 +174,7 @@ class Segments(Base):
 
 
 class Table(Segments):
-    """The tier's table against Kafka's segments."""
+    """The tier's table compared with Kafka's segments."""
 
     def side(self, role: str) -> Side:
         return self.bench.tiered if role == "pk" else self.bench.peer
@@ -197,7 +200,7 @@ class Table(Segments):
 
 
 def weights(folder: Path) -> dict[str, float]:
-    """Bytes of the files that the newest version lists, and of the Delta log."""
+    """Return the bytes of the files that the newest version lists, and of the Delta log."""
     files = [path for path in (folder / "_delta_log").iterdir() if path.is_file()]
     data = table_files(folder)
     return {

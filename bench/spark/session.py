@@ -1,8 +1,8 @@
 """One Spark session in a process of its own: `python -m bench.spark.session NAME`.
 
-Reads one JSON command a line and answers each with one line `reply {…}`; ends with its input.
-Every session is built alike (local[2], 2 GB, no UI); it differs in its jars only.  Seconds are
-those of the action alone, as a user of the session sees them.
+It reads one JSON command per line, answers each with one line `reply {…}`, and ends with its input.
+Every session is built alike (local[2], 2 GB, no UI), except for its jars.  Seconds are those of the
+action alone, as a user of the session sees them.
 
   ping     a query over nothing
   read     batch: count and sum of value lengths
@@ -96,7 +96,7 @@ def write(spark: Any, given: dict[str, Any]) -> dict[str, float]:
 
 
 def values(spark: Any, given: dict[str, Any]) -> dict[str, float]:
-    """Untimed.  The values of the text file again and again, in files of equal size."""
+    """Write the values of the text file again and again, in files of equal size; untimed."""
     import pyarrow as pa
     from pyarrow import parquet
 

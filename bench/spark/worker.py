@@ -1,4 +1,4 @@
-"""A Spark session as a `Party`: stopped and continued with its side, asked one thing at a time."""
+"""A Spark session as a `Party`: stopped and continued with its side, with one command at a time."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class SparkSession:
         return {0: int(self.ask(do="ping")["rows"])}
 
     def ask(self, **command: Any) -> dict[str, float]:
-        """Raises `RunFailed` with what the session said."""
+        """Send a command and return its reply.  Raises `RunFailed` with the session's output."""
         assert self._process is not None
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(command).encode() + b"\n")
@@ -84,7 +84,7 @@ class SparkSession:
         return "\n" + self._errors.read_text(errors="replace")[-3000:]
 
     def timed(self, server: list[int], records: int, **command: Any) -> Sample:
-        """One command that must see exactly `records` rows, with what it cost."""
+        """Run one command that must see exactly `records` rows; return its cost."""
         assert self._process is not None
         processes.reset_peak([*self.pids(), *server])
         before = self._cpu_s(server)
@@ -103,14 +103,14 @@ class SparkSession:
         )
 
     def _cpu_s(self, server: list[int]) -> tuple[float, float, float]:
-        """Of the session as a whole, of its JVM, of the server."""
+        """Return the CPU seconds of the session as a whole, of its JVM, and of the server."""
         assert self._process is not None
         root = self._process.pid
         machine = [pid for pid in self.pids() if processes.name(pid) == "java"]
         return processes.tree_cpu_s(root), processes.cpu_s(machine), processes.cpu_s(server)
 
     def stop(self) -> None:
-        """End of input, then SIGKILL to what is left of the tree."""
+        """Close its input, then send SIGKILL to the remaining processes of the tree."""
         process, self._process = self._process, None
         if process is None:
             return
