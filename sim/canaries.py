@@ -32,6 +32,7 @@ from pk.log.validate import ValidationResult
 from pk.server.broker.metadata_publisher import MetadataPublisher
 from pk.server.controller.elections import PartitionChangeBuilder
 from pk.server.controller.sessions import Sessions
+from pk.server.metadata.cache import MetadataCache
 from pk.server.raft.log_writer import LogWriter
 from pk.server.raft.machine import Quorum
 from pk.server.raft.quorum_state_store import QUORUM_STATE, first_state
@@ -313,7 +314,7 @@ def _stray_taken_for_the_topic_of_its_name(stack: ExitStack) -> None:
         return found._replace(topic_id=ids.get(found.topic_partition.topic, found.topic_id))
 
     async def knowing(self: MetadataPublisher) -> None:
-        ids.update((topic.name, topic.topic_id) for topic in self.image.topics.values())
+        ids.update((topic.name, topic.topic_id) for topic in self._metadata.image.topics.values())
         await load(self)
 
     _put(identity, "read", by_name)(stack)
@@ -424,7 +425,7 @@ CANARIES: dict[str, Canary] = {
     # metadata image of a broker that comes back, too, still names it as leader, as its last process
     # was.
     "a broker that leads in the name of its predecessor": Canary(
-        "Q2", _put(MetadataPublisher, "registered", lambda _: True), "V2 V12 V13 V14",
+        "Q2", _put(MetadataCache, "registered", lambda _: True), "V2 V12 V13 V14",
         {**FLUSHED, "min_insync_replicas": "1"}, ("power",), nodes=THREE, copies=2,
         fault_ms=4_000, fault_every_ms=(500, 2_500),
     ),

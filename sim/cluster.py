@@ -177,7 +177,7 @@ class SimCluster:
                 return f"{machine.name} is not serving"
             if broker.core.clocks.trust.doubt is not Doubt.NONE:
                 return f"{machine.name} doubts its clock: {broker.core.clocks.trust.doubt}"
-            if broker.core.publisher.image.offset < offset:
+            if broker.core.metadata.image.offset < offset:
                 return f"{machine.name} is behind in the metadata log"
             if tier is not None and tier.problem is not None:
                 return f"the tier of {machine.name} has a problem: {tier.problem!r}"
@@ -187,7 +187,7 @@ class SimCluster:
         broker = self.by_id[leader].broker
         partition = broker.core.partitions.get(key) if broker is not None else None
         if partition is None or partition.leader is None:
-            why = broker.core.publisher.why_not_here(key) if broker is not None else "it is dead"
+            why = broker.core.hosted.why_not_here(key) if broker is not None else "it is dead"
             return f"broker {leader} does not lead: {why!r}"
         high, end = partition.high_watermark, partition.log.written_end
         if high < end:

@@ -222,7 +222,7 @@ class SimMachine:
             log=NodeLog(process.name, self._cluster),
         )
         if self._cluster.options.recent_bytes is not None:
-            recent = process.node.core.writer_of(disk).recent
+            recent = process.node.core.writers.of(disk).recent
             recent._bytes_max = self._cluster.options.recent_bytes
         self._cluster.watch_broker(self, process.node)
         await process.node.start()

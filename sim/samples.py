@@ -273,8 +273,8 @@ class Observer:
 
         def after() -> None:
             nonlocal used
-            link = getattr(core, "lifecycle", None)
-            if link is not None and link.broker_epoch != used:
+            link = core.lifecycle
+            if link.broker_epoch != used:
                 used = link.broker_epoch
                 committed = self._registrations.get(used) == machine.node_id
                 words = "{}: epoch {} is not committed"
@@ -315,7 +315,8 @@ class Observer:
         current = state in OPEN and core.replicas.get(partition.key) is partition.hosted
         words = "broker {}: {} is {}: leads {}, fetches {}"
         facts = partition.leader is not None, partition.replica is not None
-        require(leads and follows and current, "V17", words, core.node_id, partition, state, *facts)
+        me = core.env.node_id
+        require(leads and follows and current, "V17", words, me, partition, state, *facts)
 
     def _count_cuts(self, last: _Signature | None, log: PartitionLog) -> None:
         if last is not None and log.written_end < last[3]:
@@ -444,8 +445,8 @@ class Observer:
                 if image.offset >= controller.metadata.committed:
                     continue  # its last records are appended but not committed
                 images.append((image.offset, f"{machine.name}/controller", image))
-            if broker is not None and hasattr(broker.core, "publisher"):
-                image = broker.core.publisher.image
+            if broker is not None:
+                image = broker.core.metadata.image
                 images.append((image.offset, f"{machine.name}/broker", image))
         images.sort(key=lambda each: each[:2])
         replayed, records = MetadataImage(), iter(self._records)

@@ -15,10 +15,12 @@ from pk import errors
 from pk.log import directory as files
 from pk.log.directory import Directory
 from pk.log.last_run import LastRun
+from pk.log.manager import LogManager
 from pk.log.plan import Now
 from pk.server.broker.clock_trust import DELAY_MAX_MS, SLEW_MS, ClockTrust, Doubt, Limits, Sample
 from pk.server.controller.reports import CLOCK_OFF
-from pk.server.replica.context import BrokerContext
+from pk.server.metadata.cache import MetadataCache
+from pk.server.replica.context import Environment
 from pk.types import NodeId
 from pk.wire import pk_pb2 as wire
 
@@ -29,11 +31,13 @@ _BY_THE_CLOCK = ("F", "G")
 class ClockWatch:
     """The clock of one broker process."""
 
-    def __init__(self, core: BrokerContext) -> None:
-        self._core = core
-        self._clock = core.clock
+    def __init__(self, env: Environment, manager: LogManager, metadata: MetadataCache) -> None:
+        self._env = env
+        self._manager = manager
+        self._metadata = metadata
+        self._clock = env.clock
         self._boot_id = ""
-        server = core.server
+        server = env.server
         limits = Limits(
             step_max=server["clock_step_max_ms"],
             gap_max=server["clock_gap_max_ms"],
@@ -44,13 +48,13 @@ class ClockWatch:
         now = self._clock.wall_ms(), self._clock.boottime_ms()
         self._limits = limits
         self._began_ms = now[1]
-        self.trust = ClockTrust(core.node_id, limits, *now)
+        self.trust = ClockTrust(env.node_id, limits, *now)
         self._said = Doubt.NOT_COMPARED  #: the doubt that was logged last
 
     def begin(self, boot_id: str, *, fresh: bool, appended_ms: int | None = None) -> None:
         """Begin to judge the clock, once the disks were read; `fresh`: they hold no log."""
         self._boot_id = boot_id
-        before = files.last_run_of(self._core.manager.directories)
+        before = files.last_run_of(self._manager.directories)
         self.trust.begin(before, boot_id, fresh=fresh, appended_ms=appended_ms)
         self._look()
 
@@ -116,14 +120,14 @@ class ClockWatch:
         return [wire.Unfit(reason=CLOCK_OFF, all=True, gives_up=True)]
 
     def _expected(self) -> Collection[NodeId]:
-        return list(self._core.publisher.image.brokers)
+        return list(self._metadata.image.brokers)
 
     # -- people ------------------------------------------------------------------------------------
 
     def gauges(self) -> None:
         """Set the metrics of the clock."""
         self._look()
-        metrics, trust = self._core.metrics, self.trust
+        metrics, trust = self._env.metrics, self.trust
         metrics.clock_alert.set(trust.alert)
         metrics.clock_step.set(trust.stepped_ms)
         metrics.clock_skew.set(trust.skew_ms or 0)
@@ -132,7 +136,7 @@ class ClockWatch:
         """Trust the clock because an operator confirms it; return the doubt that this ends."""
         self._look()
         ended = self.trust.confirm()
-        self._core.warn("clock_confirmed", doubt=ended.value)
+        self._env.warn("clock_confirmed", doubt=ended.value)
         self._look()
         return ended
 
@@ -144,9 +148,9 @@ class ClockWatch:
         before, self._said = self._said, doubt
         if trust.alert:
             why = f"{self.why()}. Nothing expires by age, no producer is forgotten"
-            self._core.warn("clock_not_trusted", doubt=doubt.value, why=why)
+            self._env.warn("clock_not_trusted", doubt=doubt.value, why=why)
         elif before is not Doubt.NOT_COMPARED:
-            self._core.warn("clock_trusted", doubt_before=before.value)
+            self._env.warn("clock_trusted", doubt_before=before.value)
 
     def why(self) -> str:
         """Return the doubt in words."""
@@ -170,9 +174,9 @@ class ClockWatch:
 
     def _suspected_clock(self) -> str:
         """Say which clock is probably off, the broker's or the client's."""
-        core, trust = self._core, self.trust
+        trust = self.trust
         mine, skew_ms, limit = (
-            f"the clock of broker {core.node_id}",
+            f"the clock of broker {self._env.node_id}",
             trust.skew_ms,
             trust.tolerance_ms,
         )
@@ -211,7 +215,7 @@ class ClockWatch:
 
     async def newest_append_ms(self) -> int | None:
         """Return the newest append time that a broker wrote into the logs; None = there is none."""
-        manager = self._core.manager
+        manager = self._manager
         looks: list[tuple[Any, Callable[[], int | None]]] = [
             (manager.disk_of(key), log.newest_append_ms)
             for key, log in manager.logs().items()
@@ -222,7 +226,7 @@ class ClockWatch:
             try:
                 found.append(await disk.read(look))
             except (errors.PkError, OSError) as error:  # a later read there reports damage
-                self._core.warn("append_time_unknown", error=str(error))
+                self._env.warn("append_time_unknown", error=str(error))
         return max((each for each in found if each is not None), default=None)
 
 

@@ -86,7 +86,6 @@ class BrokerLifecycleManager:
         world: World,
         addresses: Sequence[str],
         hello: wire.Hello,
-        identity: BrokerIdentity,
         *,
         session_timeout_ms: int,
         heartbeat_interval_ms: int,
@@ -110,7 +109,7 @@ class BrokerLifecycleManager:
         self._peers = dict(peers or {})
         self._voters = voters
         self._hello = hello
-        self.identity = identity
+        self.identity: BrokerIdentity  #: known once the broker starts
         self._session_timeout_ms = session_timeout_ms
         self._interval_ms = heartbeat_interval_ms
         self._metadata_offset = metadata_offset
@@ -186,7 +185,9 @@ class BrokerLifecycleManager:
 
     # -- life ------------------------------------------------------------------------------------
 
-    def start(self) -> None:
+    def start(self, identity: BrokerIdentity) -> None:
+        """Begin to register and to send heartbeats as `identity`."""
+        self.identity = identity
         self._started = True
         self._tasks.spawn(self._run())
 
@@ -201,6 +202,11 @@ class BrokerLifecycleManager:
         For example the image has caught up, or a directory failed.
         """
         self._wake.set()
+
+    def replica_online(self, key: PartitionKey) -> None:
+        """End the report that a replica is offline; if it fails again, it is reported again."""
+        self.offline_reports.withdraw(key)
+        self.heartbeat_soon()
 
     async def _run(self) -> None:
         backoff = Backoff(_BACKOFF_MS, equal_jitter(self._world.rng))

@@ -19,20 +19,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pk
 from pk import errors, tracing
 from pk.log.manager import LogManager
 from pk.log.storage import Disk
+from pk.server.broker.clock_watch import ClockWatch
 from pk.server.broker.core import BrokerCore
 from pk.server.broker.lifecycle import BrokerIdentity, BrokerLifecycleManager
-from pk.server.broker.metadata_publisher import MetadataPublisher
-from pk.server.broker.scheduler import BrokerScheduler
-from pk.server.handlers.admin import ProducerIds
+from pk.server.handlers.admin import AdminRequests, ProducerIds
+from pk.server.handlers.admission import Admission
+from pk.server.handlers.appends import Appends
 from pk.server.handlers.control import ControlStream
 from pk.server.handlers.fetch import FetchStream
-from pk.server.handlers.produce import ProduceStream
+from pk.server.handlers.metadata import MetadataRequests
+from pk.server.handlers.offsets import OffsetRequests
+from pk.server.handlers.partition_descriptions import PartitionDescriptions
+from pk.server.handlers.produce import ProducerStreams, ProduceStream
+from pk.server.handlers.tier import TierRequests
+from pk.server.metadata.cache import MetadataCache
+from pk.server.replica.context import Environment
 from pk.server.replica.metrics import BrokerMetrics
 from pk.server.tier.client import TierClient
 from pk.tasks import TaskRegistry, awaited
@@ -49,6 +57,70 @@ STREAMS_MAX = 10_000
 CONTROLLED_SHUTDOWN_MS = 3_000
 #: How long a drained stream may take to end by itself.
 GRACE_MS = 1_000
+
+
+class BrokerStreams:
+    """Makes the handler of each accepted stream from the parts of a broker."""
+
+    def __init__(self, core: BrokerCore) -> None:
+        env, hosted, metadata = core.env, core.hosted, core.metadata
+        self._admission = Admission(core.lifecycle)
+        self.appends = Appends(hosted, self._admission, core.clocks, core.manager)
+        self.producers = ProducerStreams()
+        self._produce = partial(ProduceStream, env, self.appends, self.producers, core.purgatory)
+        self._fetch = partial(
+            FetchStream, env, hosted, core.corruption, core.tier, core.alter_partition
+        )
+        self.metadata = MetadataRequests(env, metadata, core.lifecycle, core.publisher)
+        self.offsets = OffsetRequests(hosted, core.manager, core.corruption, core.tier, core.due)
+        self.tier = TierRequests(
+            env,
+            hosted,
+            metadata,
+            core.clocks,
+            core.corruption,
+            core.failures,
+            core.feed,
+            core.tier,
+            core.due,
+        )
+        self._control = partial(
+            ControlStream,
+            env,
+            self.metadata,
+            core.publisher,
+            AdminRequests(
+                env,
+                hosted,
+                core.replicas,
+                metadata,
+                core.lifecycle,
+                core.publisher,
+                core.clocks,
+            ),
+            ProducerIds(env, self._admission, core.lifecycle),
+            self.offsets,
+            PartitionDescriptions(hosted, core.replicas, metadata, core.corruption),
+            self.tier,
+        )
+
+    async def serve(self, kind: StreamKind, stream: Stream) -> None:
+        """Serve a stream whose hello was accepted, until it ends."""
+        if kind is not StreamKind.CONTROL:
+            try:
+                self._admission.check_new_session()
+            except errors.PkError as refusal:
+                await stream.send(frames.encode(error_head(0, refusal)))
+                return
+        await self.handler(kind, stream).serve()
+
+    def handler(
+        self, kind: StreamKind, stream: Stream
+    ) -> ControlStream | ProduceStream | FetchStream:
+        """Return the handler of one stream."""
+        if kind is StreamKind.CONTROL:
+            return self._control(stream)
+        return self._produce(stream) if kind is StreamKind.PRODUCE else self._fetch(stream)
 
 
 class BrokerNode:
@@ -83,38 +155,24 @@ class BrokerNode:
             producer_id_expiration_ms=run.server["producer_id_expiration_ms"],
             level=run.format_level,
         )
-        self.core = BrokerCore(
+        env = Environment(
             world,
-            self._manager,
             run.node_id,
             run.server,
             BrokerMetrics(metrics or tracing.Metrics()),
             self._bug,
             self._warn,
         )
-        self._ids = ProducerIds(self.core)
-        self._scheduler: BrokerScheduler | None = None
+        self._env = env
+        self.core = self._compose(env)
+        self._streams_of = BrokerStreams(self.core)
         self._listener: Listener | None = None
         self._serving = asyncio.Event()
         self._streams: dict[asyncio.Task[None], None] = {}
 
-    @property
-    def address(self) -> str:
-        """Return the address that clients connect to."""
-        assert self._listener is not None
-        return self.run.advertise or self._listener.address
-
-    # -- start -----------------------------------------------------------------------------------
-
-    async def start(self) -> None:
-        """Start the broker; return when it serves.  Raises typed errors that say what to do."""
-        run, core, server = self.run, self.core, self.run.server
-        await self._manager.open()
-        try:
-            self._listener = await self.world.network.listen(run.broker_address, self._accept)
-        except OSError as cause:
-            await self._manager.close(clean=True)
-            raise errors.AddressInUse(f"{run.broker_address}: {cause}") from cause
+    def _compose(self, env: Environment) -> BrokerCore:
+        """Compose the broker; nothing of it runs before `start`."""
+        run, server = self.run, self.run.server
         hello = wire.Hello(
             client_id=f"broker-{run.node_id}",
             build=pk.__version__,
@@ -123,46 +181,72 @@ class BrokerNode:
             node_id=run.node_id,
             incarnation_id=self._incarnation_id,
         )
-        core.hello = hello
-        core.peer_addresses = run.peer_addresses
-        core.tier = TierClient(
+        metadata = MetadataCache(
+            run.node_id,
+            self._incarnation_id,
+            run.topic_defaults,
+            tier_enabled=bool(run.tier_url),
+            peer_addresses=run.peer_addresses,
+        )
+        clocks = ClockWatch(env, self._manager, metadata)
+        lifecycle = BrokerLifecycleManager(
+            self.world,
+            run.controller_addresses,
+            hello,
+            peers=run.peer_controller_addresses,
+            voters=lambda: {each.node_id: each.address for each in metadata.image.voters},
+            session_timeout_ms=server["broker_session_timeout_ms"],
+            heartbeat_interval_ms=server["broker_heartbeat_interval_ms"],
+            metadata_offset=lambda: self.core.publisher.reacted,
+            offline_directories=lambda: self.core.report.offline_directories(),
+            positions=lambda asked: self.core.report.positions(asked),
+            offline_replicas=lambda: self.core.report.offline_replicas(),
+            unfit=lambda: self.core.report.unfit(),
+            on_contact=env.metrics.contact_age.observe,
+            say=self._say,
+            clocks=clocks,
+            on_fatal=self._fatal,
+            on_epoch=self._manager.remember_broker_epoch,
+        )
+        tier = TierClient(
             self.world,
             run.tier_address,
             hello,
             enabled=bool(run.tier_url),
             fetch_wait_ms=server["remote_fetch_max_wait_ms"],
         )
-        core.publisher = MetadataPublisher(core, self._incarnation_id, dict(run.topic_defaults))
-        core.lifecycle = BrokerLifecycleManager(
-            self.world,
-            run.controller_addresses,
-            hello,
-            self._identity(),
-            peers=run.peer_controller_addresses,
-            voters=lambda: {each.node_id: each.address for each in core.publisher.image.voters},
-            session_timeout_ms=server["broker_session_timeout_ms"],
-            heartbeat_interval_ms=server["broker_heartbeat_interval_ms"],
-            metadata_offset=lambda: core.publisher.reacted,
-            offline_directories=core.offline_directories,
-            positions=core.positions,
-            offline_replicas=core.offline_replicas,
-            unfit=core.unfit,
-            on_contact=core.metrics.contact_age.observe,
-            say=self._say,
-            clocks=core.clocks,
-            on_fatal=self._fatal,
-            on_epoch=self._manager.remember_broker_epoch,
-        )
+        return BrokerCore(env, self._manager, metadata, clocks, lifecycle, tier, hello)
+
+    @property
+    def address(self) -> str:
+        """Return the address that clients connect to."""
+        assert self._listener is not None
+        return self.run.advertise or self._listener.address
+
+    def frame_bytes_max(self) -> int:
+        """Return the size of the largest frame that a client may send (rule L17)."""
+        return self._streams_of.appends.frame_bytes_max()
+
+    # -- start -----------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start the broker; return when it serves.  Raises typed errors that say what to do."""
+        run, core = self.run, self.core
+        await self._manager.open()
+        try:
+            self._listener = await self.world.network.listen(run.broker_address, self._accept)
+        except OSError as cause:
+            await self._manager.close(clean=True)
+            raise errors.AddressInUse(f"{run.broker_address}: {cause}") from cause
         await core.publisher.catch_up()
         await core.publisher.load()
         fresh = not self._manager.logs() and not core.replicas.unopened()
         appended_ms = await core.clocks.newest_append_ms()
         core.clocks.begin(self._boot_id, fresh=fresh, appended_ms=appended_ms)
-        self._scheduler = BrokerScheduler(core)
-        await self._scheduler.measure_all()  # L16: before the controller may elect it
-        core.lifecycle.start()
+        await core.free_space.measure_all()  # L16: before the controller may elect it
+        core.lifecycle.start(self._identity())
         core.publisher.start()
-        self._scheduler.start()
+        core.scheduler.start()
         await self._until_unfenced()
         self._serving.set()
 
@@ -202,7 +286,7 @@ class BrokerNode:
             stream.close()
             return
         self._streams[task] = None
-        gauge = self.core.metrics.streams.labels(kind.value)
+        gauge = self._env.metrics.streams.labels(kind.value)
         gauge.inc()
         try:
             await self._serve(kind, stream)
@@ -228,25 +312,14 @@ class BrokerNode:
         )
         if said is None:
             return
-        if kind is StreamKind.CONTROL:
-            await ControlStream(self.core, self._ids, stream).serve()
-            return
-        try:
-            self.core.check_new_session()
-        except errors.PkError as refusal:
-            await stream.send(frames.encode(error_head(0, refusal)))
-            return
-        if kind is StreamKind.PRODUCE:
-            await ProduceStream(self.core, stream).serve()
-        else:
-            await FetchStream(self.core, stream).serve()
+        await self._streams_of.serve(kind, stream)
 
     def _proven(self, hello: wire.Hello) -> bool:
         """Whether the hello has the incarnation id of a registered broker (rule L17).
 
         Only that broker and the controllers know the id.
         """
-        broker = self.core.publisher.image.brokers.get(hello.node_id)
+        broker = self.core.metadata.image.brokers.get(hello.node_id)
         return broker is not None and broker.incarnation_id == hello.incarnation_id != ""
 
     # -- stop ------------------------------------------------------------------------------------
@@ -255,10 +328,9 @@ class BrokerNode:
         """Drain and stop the broker; afterwards its directories are marked clean."""
         core = self.core
         if not self._serving.is_set():  # it never served: nothing to drain
-            await self._close_parts()
+            await core.close()
             await self._manager.close(clean=True)
             return
-        core.draining = True
         core.lifecycle.want_shutdown = True
         core.lifecycle.heartbeat_soon()
         try:
@@ -266,7 +338,7 @@ class BrokerNode:
                 await core.lifecycle.may_shut_down.wait()
         except TimeoutError:
             self._warn("controlled_shutdown_timed_out")
-        for writer in core.writers():
+        for writer in core.writers.all():
             await writer.idle()
         for partition in core.partitions.values():
             partition.step_down(partition.leader_hint)  # answers what is parked (L5)
@@ -276,8 +348,8 @@ class BrokerNode:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._close_parts()
-        for writer in core.writers():
+        await core.close()
+        for writer in core.writers.all():
             await writer.idle()
         await self._note_run()
         await self._manager.close(clean=True)
@@ -290,21 +362,7 @@ class BrokerNode:
             try:
                 await self.core.clocks.note(each, run)
             except errors.PkError as error:  # it was stored some seconds ago
-                self.core.metrics.refused(error)
-
-    async def _close_parts(self) -> None:
-        core = self.core
-        core.close_timers()
-        if self._scheduler is not None:
-            await self._scheduler.close()
-        if hasattr(core, "publisher"):  # first: new metadata would start fetchers again
-            await core.publisher.close()
-        await core.alter_partition.close()
-        await core.fetchers.close()
-        for part in ("link", "tier"):
-            if hasattr(core, part):
-                await getattr(core, part).close()
-        await core.close_tasks()
+                self._env.metrics.refused(error)
 
     # -- reports ---------------------------------------------------------------------------------
 
@@ -380,7 +438,7 @@ async def _serve_process(process: RoleContext) -> None:
         log=process.log,
         on_fatal=lambda _: process.stopping.set(),
     )
-    process.memory.find_frame_bytes_max = node.core.frame_bytes_max
+    process.memory.find_frame_bytes_max = node.frame_bytes_max
     tasks = TaskRegistry(awaited)
     stopping = tasks.spawn(process.stopping.wait())
     starting = tasks.spawn(node.start())

@@ -10,27 +10,31 @@ from __future__ import annotations
 from typing import Any
 
 from pk import errors
+from pk.clock import Clock
 from pk.server.metadata import snapshot
 from pk.server.metadata.image import MetadataImage
 from pk.server.metadata.records import level_in
 from pk.server.raft.snapshot_files import PIECE_BYTES, SNAPSHOT_BYTES_MAX
 from pk.server.raft.snapshot_framing import check
 from pk.server.raft.snapshot_id import SnapshotId, id_of
-from pk.server.replica.context import BrokerContext
+from pk.server.replica.context import ControllerChannel
 from pk.wire import pk_pb2 as wire
 
 PIECE_TIMEOUT_MS = 6_000
 
 
-async def load_image(core: BrokerContext, name: str, next_offset: int) -> MetadataImage:
+async def load_image(
+    controller: ControllerChannel, clock: Clock, level: int, name: str, next_offset: int
+) -> MetadataImage:
     """Return the image of the snapshot `name`, offered for a fetch at `next_offset`.
 
+    level: the highest level of `pk.format` that this node knows.
     Raises `SnapshotNotFound`, `ControllerUnavailable`, and `NewerFormat` if this build is too old.
     """
     wanted = id_of(name)
     if wanted is None or wanted.end <= next_offset:
         raise errors.ControllerUnavailable(f"snapshot {name!r} does not end above {next_offset}")
-    raw = await _fetch(core, wanted)
+    raw = await _fetch(controller, wanted)
     try:
         check(raw, wanted)
     except errors.CorruptLog as damage:  # damage at the controller, which will write another one
@@ -38,19 +42,19 @@ async def load_image(core: BrokerContext, name: str, next_offset: int) -> Metada
     image = MetadataImage()
     for rows in snapshot.batches_of(raw):
         for offset, record in rows:
-            level_in(record, core.manager.level)  # Q6: refuses unknown levels
+            level_in(record, level)  # Q6: refuses unknown levels
             image.apply(offset, record)
-        await core.clock.sleep_ms(0)
+        await clock.sleep_ms(0)
     return image
 
 
-async def _fetch(core: BrokerContext, wanted: SnapshotId) -> bytes:
+async def _fetch(controller: ControllerChannel, wanted: SnapshotId) -> bytes:
     raw = bytearray()
     while True:
         request = wire.FetchSnapshotRequest(
             end=wanted.end, epoch=wanted.epoch, position=len(raw), max_bytes=PIECE_BYTES
         )
-        frame = await core.lifecycle.call(request, PIECE_TIMEOUT_MS)
+        frame = await controller.call(request, PIECE_TIMEOUT_MS)
         reply: Any = frame.head.fetch_snapshot_reply
         asked = (wanted.end, wanted.epoch, len(raw))
         if (reply.end, reply.epoch, reply.position) != asked or not frame.payload:

@@ -13,90 +13,115 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from google.protobuf.message import Message
 
 from pk import errors
+from pk.server.broker.clock_watch import ClockWatch
+from pk.server.broker.hosted_partitions import HostedPartitions
+from pk.server.handlers.admission import Admission
+from pk.server.handlers.metadata import MetadataProgress
+from pk.server.metadata.cache import MetadataCache
+from pk.server.replica.context import ControllerChannel, Environment
+from pk.server.replica.state import HostedReplicas
 from pk.types import NONE
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
-
-if TYPE_CHECKING:
-    from pk.server.broker.core import BrokerCore
 
 ADMIN_TIMEOUT_MS = 30_000
 #: Largest producer epoch (i16) that is used; behind it a new producer id is given (KIP-360).
 PRODUCER_EPOCH_LAST = 2**15 - 2
 
 
-async def forward(core: BrokerCore, request: Message, frame: frames.Frame) -> Message:
-    """Forward an admin request to the controller, then wait for this broker's reaction (A1)."""
-    timeout_ms = frame.head.timeout_ms or ADMIN_TIMEOUT_MS
-    started_ms = core.clock.monotonic_ms()
-    reply_frame = await core.lifecycle.call(request, timeout_ms)
-    body: Any = getattr(reply_frame.head, reply_frame.head.WhichOneof("body") or "error")
-    offset = getattr(body, "metadata_offset", NONE)
-    left_ms = max(100, timeout_ms - (core.clock.monotonic_ms() - started_ms))
-    await core.publisher.reached(offset, left_ms)
-    message: Message = body
-    return message
+class AdminRequests:
+    """Forwards administrative requests to the controller."""
 
+    def __init__(
+        self,
+        env: Environment,
+        partitions: HostedPartitions,
+        replicas: HostedReplicas,
+        metadata: MetadataCache,
+        controller: ControllerChannel,
+        progress: MetadataProgress,
+        clocks: ClockWatch,
+    ) -> None:
+        self._env = env
+        self._clock = env.clock
+        self._partitions = partitions
+        self._replicas = replicas
+        self._metadata = metadata
+        self._controller = controller
+        self._progress = progress
+        self._clocks = clocks
 
-async def create(core: BrokerCore, request: Any, frame: frames.Frame) -> Message:
-    """Handle create_topics and create_partitions.
+    async def forward(self, request: Message, frame: frames.Frame) -> Message:
+        """Forward an admin request to the controller, then wait for this broker's reaction (A1)."""
+        timeout_ms = frame.head.timeout_ms or ADMIN_TIMEOUT_MS
+        started_ms = self._clock.monotonic_ms()
+        reply_frame = await self._controller.call(request, timeout_ms)
+        body: Any = getattr(reply_frame.head, reply_frame.head.WhichOneof("body") or "error")
+        offset = getattr(body, "metadata_offset", NONE)
+        left_ms = max(100, timeout_ms - (self._clock.monotonic_ms() - started_ms))
+        await self._progress.reached(offset, left_ms)
+        message: Message = body
+        return message
 
-    The reply is sent when the partitions led here are ready, or says why they are not.
-    """
-    reply: Any = await forward(core, request, frame)
-    for result in reply.results:
-        if result.HasField("error"):
-            continue
-        for key, problem in core.replicas.unopened().items():
-            if key.topic_id == result.topic_id:
-                result.note = f"partition {key.partition} is offline: {problem.message}"
-                break
-    message: Message = reply
-    return message
+    async def create(self, request: Any, frame: frames.Frame) -> Message:
+        """Handle create_topics and create_partitions.
 
+        The reply is sent when the partitions led here are ready, or says why they are not.
+        """
+        reply: Any = await self.forward(request, frame)
+        for result in reply.results:
+            if result.HasField("error"):
+                continue
+            for key, problem in self._replicas.unopened().items():
+                if key.topic_id == result.topic_id:
+                    result.note = f"partition {key.partition} is offline: {problem.message}"
+                    break
+        message: Message = reply
+        return message
 
-async def delete(
-    core: BrokerCore, request: wire.DeleteTopicsRequest, frame: frames.Frame
-) -> Message:
-    """Handle delete_topics; the reply names the tier table that is kept (rule T7)."""
-    uris = {
-        partition.topic: partition.tier.uri
-        for partition in core.partitions.values()
-        if partition.tier.uri
-    }
-    ids = dict(core.publisher.image.topic_ids.items())
-    reply: Any = await forward(core, request, frame)
-    for result in reply.results:
-        uri = uris.get(result.name)
-        if not result.topic_id:
-            result.topic_id = ids.get(result.name, "")
-        if uri and not result.HasField("error") and not result.note:
-            result.note = (
-                f"the tier's table {'will be removed' if request.purge_tier else 'stays'}: {uri}"
+    async def delete(self, request: wire.DeleteTopicsRequest, frame: frames.Frame) -> Message:
+        """Handle delete_topics; the reply names the tier table that is kept (rule T7)."""
+        uris = {
+            partition.topic: partition.tier.uri
+            for partition in self._partitions.all()
+            if partition.tier.uri
+        }
+        ids = dict(self._metadata.image.topic_ids.items())
+        reply: Any = await self.forward(request, frame)
+        for result in reply.results:
+            uri = uris.get(result.name)
+            if not result.topic_id:
+                result.topic_id = ids.get(result.name, "")
+            if uri and not result.HasField("error") and not result.note:
+                fate = "will be removed" if request.purge_tier else "stays"
+                result.note = f"the tier's table {fate}: {uri}"
+        message: Message = reply
+        return message
+
+    def confirm_clock(self, request: wire.ConfirmClockRequest) -> wire.ConfirmClockReply:
+        """Trust this broker's wall clock, as an operator confirms (rule L10)."""
+        if request.broker_id != self._env.node_id:
+            raise errors.InvalidRequest(
+                f"this is broker {self._env.node_id}, not {request.broker_id}: "
+                "ask the broker itself"
             )
-    message: Message = reply
-    return message
-
-
-def confirm_clock(core: BrokerCore, request: wire.ConfirmClockRequest) -> wire.ConfirmClockReply:
-    """Trust this broker's wall clock, as an operator confirms (rule L10)."""
-    if request.broker_id != core.node_id:
-        raise errors.InvalidRequest(
-            f"this is broker {core.node_id}, not {request.broker_id}: ask the broker itself"
-        )
-    return wire.ConfirmClockReply(doubt=core.clocks.confirm().value)
+        return wire.ConfirmClockReply(doubt=self._clocks.confirm().value)
 
 
 class ProducerIds:
     """Hands out producer ids from blocks of the controller (A2)."""
 
-    def __init__(self, core: BrokerCore) -> None:
-        self._core = core
+    def __init__(
+        self, env: Environment, admission: Admission, controller: ControllerChannel
+    ) -> None:
+        self._node_id = env.node_id
+        self._admission = admission
+        self._controller = controller
         self._next = 0
         self._end = 0
         self._asking = asyncio.Lock()
@@ -105,7 +130,7 @@ class ProducerIds:
         """Return a new producer id, or the next epoch of the caller's id (KIP-360)."""
         if request.transactional_id:
             raise errors.UnsupportedFeature("transactions are not in this build")
-        self._core.check_new_session()
+        self._admission.check_new_session()
         if request.producer_id >= 0 and 0 <= request.producer_epoch < PRODUCER_EPOCH_LAST:
             if not (request.producer_id or request.producer_epoch):
                 return (
@@ -119,11 +144,11 @@ class ProducerIds:
     async def _fresh(self) -> wire.InitProducerIdReply:
         async with self._asking:
             if self._next >= self._end:
-                lifecycle = self._core.lifecycle
+                controller = self._controller
                 request = wire.AllocateProducerIdsRequest(
-                    broker_id=self._core.node_id, broker_epoch=lifecycle.broker_epoch
+                    broker_id=self._node_id, broker_epoch=controller.broker_epoch
                 )
-                reply = await lifecycle.call(request, ADMIN_TIMEOUT_MS)
+                reply = await controller.call(request, ADMIN_TIMEOUT_MS)
                 block = reply.head.allocate_producer_ids_reply
                 self._next, self._end = max(1, block.first), block.first + block.count
             given, self._next = self._next, self._next + 1

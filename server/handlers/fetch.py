@@ -42,23 +42,25 @@ import asyncio
 from collections import deque
 from collections.abc import Coroutine
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from pk import errors
 from pk.log.plan import Read
+from pk.server.broker.hosted_partitions import HostedPartitions
 from pk.server.handlers.fetch_session import FetchSession, Position
 from pk.server.handlers.replica_fetch import ReplicaEnd
+from pk.server.replica.alter_partition import AlterPartitionManager
+from pk.server.replica.context import Environment
+from pk.server.replica.corruption import CorruptionManager
 from pk.server.replica.leader import Leader
 from pk.server.replica.partition import Partition
+from pk.server.tier.client import TierClient
 from pk.tasks import TaskRegistry
 from pk.types import NONE, READ_COMMITTED, Offset, PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import error_head, head_of
 from pk.world import Disconnected, Stream
-
-if TYPE_CHECKING:
-    from pk.server.broker.core import BrokerCore
 
 #: Most concurrent reads from the tier of one stream.
 COLD_MAX = 2
@@ -88,8 +90,21 @@ class _Cold(NamedTuple):
 class FetchStream:
     """One accepted fetch stream."""
 
-    def __init__(self, core: BrokerCore, stream: Stream) -> None:
-        self._core = core
+    def __init__(
+        self,
+        env: Environment,
+        partitions: HostedPartitions,
+        corruption: CorruptionManager,
+        tier: TierClient,
+        alter_partition: AlterPartitionManager,
+        stream: Stream,
+    ) -> None:
+        self._env = env
+        self._clock = env.clock
+        self._partitions = partitions
+        self._corruption = corruption
+        self._tier = tier
+        self._alter_partition = alter_partition
         self._stream = stream
         self._session = FetchSession()
         self._wake = asyncio.Event()
@@ -130,11 +145,11 @@ class FetchStream:
 
     def moved(self, key: PartitionKey, *, urgent: bool = False) -> None:
         """The bound of a partition moved (partition.Watcher)."""
-        self._session.mark(key, self._core.clock.monotonic_ms(), urgent=urgent)
+        self._session.mark(key, self._clock.monotonic_ms(), urgent=urgent)
         self._wake.set()
 
     def _unwatch(self, key: PartitionKey) -> None:
-        partition = self._core.partitions.get(key)
+        partition = self._partitions.get(key)
         if partition is not None:
             partition.unwatch(self)
 
@@ -147,13 +162,18 @@ class FetchStream:
                 raise errors.InvalidRequest("a fetch stream carries fetch requests only")
             if head.fetch.replica_epoch > 0 and self._replica is None:
                 self._replica = ReplicaEnd(
-                    self._core, self, head.fetch.replica_id, head.fetch.replica_epoch
+                    self._env,
+                    self._partitions,
+                    self._alter_partition,
+                    self,
+                    head.fetch.replica_id,
+                    head.fetch.replica_epoch,
                 )
             if self._replica is not None:
                 self._replica.check(head.fetch)
                 self._replica.confirmed(head.fetch)
                 self._replica.full(head.fetch)
-            removed = self._session.apply(head.fetch, self._core.clock.monotonic_ms())
+            removed = self._session.apply(head.fetch, self._clock.monotonic_ms())
             if self._replica is not None:
                 self._replica.forgotten(removed)
             for key in removed:
@@ -162,7 +182,7 @@ class FetchStream:
 
     def _watch(self, key: PartitionKey) -> None:
         """Watch the partition of a position (E5)."""
-        partition = self._core.partitions.get(key)
+        partition = self._partitions.get(key)
         if partition is None:
             return  # its turn answers with an error
         if self._replica is None:
@@ -184,7 +204,7 @@ class FetchStream:
         except Disconnected:
             return  # the reader notices too and ends the stream
         except Exception as bug:
-            self._core.bug("fetch", bug)
+            self._env.bug("fetch", bug)
             self._stream.close()
 
     def _wait_ms(self) -> int | None:
@@ -199,7 +219,7 @@ class FetchStream:
             return 0
         if not session.may_send:
             return None
-        now_ms = self._core.clock.monotonic_ms()
+        now_ms = self._clock.monotonic_ms()
         if session.min_bytes > 1:
             for position in session.take_unweighed():
                 session.weigh(position, self._available(position))
@@ -220,7 +240,7 @@ class FetchStream:
 
         The number has the granularity of segments and indexes, and is never too small.
         """
-        partition = self._core.partitions.get(position.key)
+        partition = self._partitions.get(position.key)
         if (
             partition is None
             or partition.leader is None
@@ -266,11 +286,11 @@ class FetchStream:
         session.first_again([plan.position for plan in plans])
         if reply.partitions:
             frame = frames.pieces(head_of(reply), pieces)
-            session.sent(sent, self._core.clock.monotonic_ms())
-            self._core.metrics.fetched(sum(map(len, frame)))
+            session.sent(sent, self._clock.monotonic_ms())
+            self._env.metrics.fetched(sum(map(len, frame)))
             await self._stream.send(*frame)
         else:
-            session.sent(0, self._core.clock.monotonic_ms())
+            session.sent(0, self._clock.monotonic_ms())
 
     # -- hot -------------------------------------------------------------------------------------
 
@@ -280,7 +300,7 @@ class FetchStream:
         if self._replica is not None:
             return self._plan_replica(self._replica, position, reply)
         try:
-            partition = self._core.find(position.key)
+            partition = self._partitions.find(position.key)
             partition.serving(position.leader_epoch)
             # First: a reader above the end of a truncated log must get LogTruncated.  With
             # OffsetOutOfRange it would reset its position silently (rule R4).
@@ -334,8 +354,8 @@ class FetchStream:
                 session.again(position)  # retention passed it meanwhile: its next turn decides
             else:
                 if isinstance(error, errors.CorruptLog):
-                    self._core.storage_failed(partition, error)  # L9
-                self._fail(reply, position, self._core.corruption.client_error(partition, error))
+                    partition.storage_failed(error)  # L9
+                self._fail(reply, position, self._corruption.client_error(partition, error))
             return 0
         assert read is not None
         if read.next_offset <= position.next_offset:
@@ -388,7 +408,7 @@ class FetchStream:
 
     def _fail(self, reply: wire.FetchReply, position: Position, error: errors.PkError) -> None:
         """Answer with an error, which ends the position."""
-        partition = self._core.partitions.get(position.key)
+        partition = self._partitions.get(position.key)
         if partition is not None:
             entry = self.entry(reply, position, partition)
         else:
@@ -397,10 +417,10 @@ class FetchStream:
                 partition=position.key.partition,
                 position_id=position.position_id,
                 next_offset=position.next_offset,
-                leader_hint=self._core.leader_hint(position.key),
+                leader_hint=self._partitions.leader_hint(position.key),
             )
         entry.error.CopyFrom(frames.error_of(error))
-        self._core.metrics.refused(error)
+        self._env.metrics.refused(error)
         self.end(position)
 
     def end(self, position: Position) -> None:
@@ -441,10 +461,10 @@ class FetchStream:
         except Disconnected:
             return  # the reader notices too and ends the stream
         except errors.PkError as error:
-            self._core.metrics.refused(error)
+            self._env.metrics.refused(error)
             self._stream.close()
         except Exception as bug:
-            self._core.bug("answering a replica", bug)
+            self._env.bug("answering a replica", bug)
             self._stream.close()
 
     async def answer(self, position: Position, reply: wire.FetchReply) -> None:
@@ -470,15 +490,15 @@ class FetchStream:
         """Read a position from the tier: one delayed remote fetch."""
         share = max(1, self._session.max_bytes // COLD_MAX)
         try:
-            partition = self._core.find(position.key)
-            payload, next_offset = await self._core.tier.fetch(
+            partition = self._partitions.find(position.key)
+            payload, next_offset = await self._tier.fetch(
                 partition, position.next_offset, min(position.max_bytes, share)
             )
             done = _Cold(position, payload, next_offset, None)
         except errors.PkError as error:
             done = _Cold(position, b"", position.next_offset, error)
         except Exception as bug:
-            self._core.bug("cold fetch", bug)
+            self._env.bug("cold fetch", bug)
             done = _Cold(position, b"", position.next_offset, errors.InternalError(repr(bug)))
         self._cold_done.append(done)
 
@@ -489,7 +509,7 @@ class FetchStream:
             cold = self._cold_done.popleft()
             position = cold.position
             position.cold = False
-            partition = self._core.partitions.get(position.key)
+            partition = self._partitions.get(position.key)
             if not self._session.current(position):
                 continue
             if cold.error is not None or partition is None:

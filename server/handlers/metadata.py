@@ -14,19 +14,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from pk import errors
+from pk.server.metadata.cache import MetadataCache
 from pk.server.metadata.image import PartitionState, TopicState
+from pk.server.replica.context import ControllerChannel, Environment
 from pk.tasks import TaskRegistry
-from pk.types import NONE, NodeId
+from pk.types import NONE, NodeId, Offset
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import head_of
 from pk.world import Disconnected, Stream
-
-if TYPE_CHECKING:
-    from pk.server.broker.core import BrokerCore
 
 CREATE_TIMEOUT_MS = 5_000
 #: Settings of a topic that clients use.
@@ -40,76 +39,100 @@ _FOR_CLIENTS = (
 )
 
 
-def metadata(core: BrokerCore, request: wire.MetadataRequest) -> wire.MetadataReply:
-    """Return the metadata of the requested topics; an unknown topic has an error instead."""
-    image = core.publisher.image
-    reply = wire.MetadataReply(
-        cluster_id=image.cluster_id,
-        controller_id=image.leader_id,
-        metadata_offset=core.publisher.image.offset,  # the offset of the content
-    )
-    for broker_id in sorted(image.brokers):
-        broker = image.brokers[broker_id]
-        if not broker.fenced:
-            reply.brokers.add(node_id=broker_id, address=broker.address, rack=broker.rack)
-    if not request.topics and not request.topic_ids:
-        for topic in image.topics.values():
-            _describe(core, topic, reply)
-        return reply
-    for name in request.topics:
-        known = image.topic(name)
-        if known is None:
-            error = errors.UnknownTopicOrPartition(f"topic {name!r} does not exist")
-            reply.topics.add(name=name, error=frames.error_of(error))
-        else:
-            _describe(core, known, reply)
-    for topic_id in request.topic_ids:
-        known = image.topics.get(topic_id)
-        if known is None:
-            gone = errors.UnknownTopicId(f"no topic has the id {topic_id}")
-            reply.topics.add(topic_id=topic_id, error=frames.error_of(gone))
-        else:
-            _describe(core, known, reply)
-    return reply
+class MetadataProgress(Protocol):
+    """How far the broker has reacted to the metadata log (broker/metadata_publisher.py)."""
+
+    @property
+    def listeners(self) -> dict[Any, None]: ...
+
+    async def reached(self, offset: Offset, timeout_ms: int) -> None: ...
 
 
-async def create_missing(core: BrokerCore, request: wire.MetadataRequest) -> None:
-    """Create requested topics that do not exist, if `auto_create_topics_enable` is set.
+class MetadataRequests:
+    """Answers metadata requests from the image, and creates missing topics if that is allowed."""
 
-    If the creation fails, the reply says that the topic does not exist.
-    """
-    missing = [name for name in request.topics if core.publisher.image.topic(name) is None]
-    if not missing:
-        return
-    create = wire.CreateTopicsRequest(topics=[wire.NewTopic(name=name) for name in missing])
-    try:
-        reply = (await core.lifecycle.call(create, CREATE_TIMEOUT_MS)).head.create_topics_reply
-        await core.publisher.reached(reply.metadata_offset, CREATE_TIMEOUT_MS)
-    except errors.PkError as error:
-        core.warn("auto_create_failed", topics=",".join(missing), error=error.message)
+    def __init__(
+        self,
+        env: Environment,
+        metadata: MetadataCache,
+        controller: ControllerChannel,
+        progress: MetadataProgress,
+    ) -> None:
+        self._env = env
+        self._metadata = metadata
+        self._controller = controller
+        self._progress = progress
 
-
-def _describe(core: BrokerCore, topic: TopicState, reply: wire.MetadataReply) -> None:
-    info = reply.topics.add(name=topic.name, topic_id=topic.topic_id, internal=topic.internal)
-    wanted = core.publisher.settings_of(topic.name)
-    for name in _FOR_CLIENTS:
-        value = wanted[name]
-        info.configs[name] = str(value).lower() if isinstance(value, bool) else str(value)
-    info.configs["tiered"] = str(core.publisher.is_tiered(topic.name, wanted)).lower()
-    available = core.publisher.image.available
-    for number, state in sorted(topic.partitions.items()):
-        info.partitions.add(
-            partition=number,
-            leader=_whom_to_ask(state, available),
-            leader_epoch=state.leader_epoch,
-            partition_epoch=state.partition_epoch,
-            replicas=state.replicas,
-            isr=state.isr,
-            elr=state.elr,
-            last_known=state.last_known,
-            offline_replicas=[each for each in state.replicas if not available(each)],
-            unclean_epoch=None if state.unclean_epoch == NONE else state.unclean_epoch,
+    def reply(self, request: wire.MetadataRequest) -> wire.MetadataReply:
+        """Return the metadata of the requested topics; an unknown topic has an error instead."""
+        image = self._metadata.image
+        reply = wire.MetadataReply(
+            cluster_id=image.cluster_id,
+            controller_id=image.leader_id,
+            metadata_offset=self._metadata.image.offset,  # the offset of the content
         )
+        for broker_id in sorted(image.brokers):
+            broker = image.brokers[broker_id]
+            if not broker.fenced:
+                reply.brokers.add(node_id=broker_id, address=broker.address, rack=broker.rack)
+        if not request.topics and not request.topic_ids:
+            for topic in image.topics.values():
+                self._describe(topic, reply)
+            return reply
+        for name in request.topics:
+            known = image.topic(name)
+            if known is None:
+                error = errors.UnknownTopicOrPartition(f"topic {name!r} does not exist")
+                reply.topics.add(name=name, error=frames.error_of(error))
+            else:
+                self._describe(known, reply)
+        for topic_id in request.topic_ids:
+            known = image.topics.get(topic_id)
+            if known is None:
+                gone = errors.UnknownTopicId(f"no topic has the id {topic_id}")
+                reply.topics.add(topic_id=topic_id, error=frames.error_of(gone))
+            else:
+                self._describe(known, reply)
+        return reply
+
+    async def create_missing(self, request: wire.MetadataRequest) -> None:
+        """Create requested topics that do not exist, if `auto_create_topics_enable` is set.
+
+        If the creation fails, the reply says that the topic does not exist.
+        """
+        missing = [name for name in request.topics if self._metadata.image.topic(name) is None]
+        if not missing:
+            return
+        create = wire.CreateTopicsRequest(topics=[wire.NewTopic(name=name) for name in missing])
+        try:
+            reply = (
+                await self._controller.call(create, CREATE_TIMEOUT_MS)
+            ).head.create_topics_reply
+            await self._progress.reached(reply.metadata_offset, CREATE_TIMEOUT_MS)
+        except errors.PkError as error:
+            self._env.warn("auto_create_failed", topics=",".join(missing), error=error.message)
+
+    def _describe(self, topic: TopicState, reply: wire.MetadataReply) -> None:
+        info = reply.topics.add(name=topic.name, topic_id=topic.topic_id, internal=topic.internal)
+        wanted = self._metadata.settings_of(topic.name)
+        for name in _FOR_CLIENTS:
+            value = wanted[name]
+            info.configs[name] = str(value).lower() if isinstance(value, bool) else str(value)
+        info.configs["tiered"] = str(self._metadata.is_tiered(topic.name, wanted)).lower()
+        available = self._metadata.image.available
+        for number, state in sorted(topic.partitions.items()):
+            info.partitions.add(
+                partition=number,
+                leader=_whom_to_ask(state, available),
+                leader_epoch=state.leader_epoch,
+                partition_epoch=state.partition_epoch,
+                replicas=state.replicas,
+                isr=state.isr,
+                elr=state.elr,
+                last_known=state.last_known,
+                offline_replicas=[each for each in state.replicas if not available(each)],
+                unclean_epoch=None if state.unclean_epoch == NONE else state.unclean_epoch,
+            )
 
 
 def _whom_to_ask(state: PartitionState, available: Callable[[NodeId], bool]) -> NodeId:
@@ -127,8 +150,11 @@ def _whom_to_ask(state: PartitionState, available: Callable[[NodeId], bool]) -> 
 class MetadataSubscription:
     """Pushes changes of the last metadata request to one control stream."""
 
-    def __init__(self, core: BrokerCore, stream: Stream) -> None:
-        self._core = core
+    def __init__(
+        self, requests: MetadataRequests, progress: MetadataProgress, stream: Stream
+    ) -> None:
+        self._requests = requests
+        self._progress = progress
         self._stream = stream
         self._request: wire.MetadataRequest | None = None
         self._last: wire.MetadataReply | None = None
@@ -140,11 +166,11 @@ class MetadataSubscription:
         began = self._request is not None
         self._request, self._last = request, reply
         if not began:
-            self._core.publisher.listeners[self._notice] = None
+            self._progress.listeners[self._notice] = None
             self._tasks.spawn(self._push())
 
     async def close(self) -> None:
-        self._core.publisher.listeners.pop(self._notice, None)
+        self._progress.listeners.pop(self._notice, None)
         await self._tasks.close()
 
     def _notice(self, names: Iterable[str] | None) -> None:
@@ -166,7 +192,7 @@ class MetadataSubscription:
                 await self._changed.wait()
                 self._changed.clear()
                 assert self._request is not None
-                reply = metadata(self._core, self._request)
+                reply = self._requests.reply(self._request)
                 if self._last is not None and _same(reply, self._last):
                     continue
                 self._last = reply

@@ -14,19 +14,21 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from pk import errors
+from pk.log.manager import LogManager
 from pk.log.plan import TimeOffset
 from pk.log.storage import Disk
+from pk.server.broker.due_work import DueWork
+from pk.server.broker.hosted_partitions import HostedPartitions
+from pk.server.replica.corruption import CorruptionManager
 from pk.server.replica.leader import ACKS_ALL, Leader
 from pk.server.replica.partition import Partition
+from pk.server.tier.client import TierClient
 from pk.types import NONE, Offset, PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
-
-if TYPE_CHECKING:
-    from pk.server.broker.core import BrokerCore
 
 LATEST = -1
 EARLIEST = -2
@@ -54,52 +56,221 @@ class _Lookup(NamedTuple):
     bound: Offset
 
 
-async def list_offsets(core: BrokerCore, request: wire.ListOffsetsRequest) -> wire.ListOffsetsReply:
-    """Return offsets by special value or by time; each answer has its own error."""
-    if len(request.queries) > QUERIES_MAX:
-        raise errors.InvalidRequest(f"{len(request.queries)} queries; {QUERIES_MAX} are allowed")
-    reply = wire.ListOffsetsReply()
-    lookups: list[_Lookup] = []
-    for query in request.queries:
-        answer = reply.answers.add(
-            topic_id=query.topic_id,
-            partition=query.partition,
-            offset=NONE,
-            timestamp_ms=NONE,
-            leader_epoch=NONE,
-        )
+class OffsetRequests:
+    """Offsets, byte positions and deletions of the partitions that this broker leads."""
+
+    def __init__(
+        self,
+        partitions: HostedPartitions,
+        manager: LogManager,
+        corruption: CorruptionManager,
+        tier: TierClient,
+        due: DueWork,
+    ) -> None:
+        self._partitions = partitions
+        self._manager = manager
+        self._corruption = corruption
+        self._tier = tier
+        self._due = due
+
+    async def list_offsets(self, request: wire.ListOffsetsRequest) -> wire.ListOffsetsReply:
+        """Return offsets by special value or by time; each answer has its own error."""
+        if len(request.queries) > QUERIES_MAX:
+            raise errors.InvalidRequest(
+                f"{len(request.queries)} queries; {QUERIES_MAX} are allowed"
+            )
+        reply = wire.ListOffsetsReply()
+        lookups: list[_Lookup] = []
+        for query in request.queries:
+            answer = reply.answers.add(
+                topic_id=query.topic_id,
+                partition=query.partition,
+                offset=NONE,
+                timestamp_ms=NONE,
+                leader_epoch=NONE,
+            )
+            try:
+                partition = self._partitions.find(PartitionKey(query.topic_id, query.partition))
+                lookup = _answer_at_once(partition, query, request.isolation, answer)
+            except errors.PkError as error:
+                answer.error.CopyFrom(frames.error_of(error))
+                continue
+            if lookup is not None:
+                lookups.append(lookup)
+        while lookups:
+            lookups = await self._look_in_both(lookups)
+        return reply
+
+    async def _look_in_both(self, lookups: list[_Lookup]) -> list[_Lookup]:
+        """Look up times in the tier, then in the local log (rule T11).
+
+        Segments may leave the local log between both steps.  Then the look-up is repeated, so that
+        their offsets are not skipped.
+        """
+        starts = [lookup.partition.log.local_log_start for lookup in lookups]
+        local = [lookup for lookup in lookups if not _in_tier(lookup)]
+        local += await self._ask_tier([lookup for lookup in lookups if _in_tier(lookup)])
+        await self._ask_disks(local)
+        looked, again = {id(lookup) for lookup in local}, []
+        for lookup, start in zip(lookups, starts, strict=True):
+            answer = lookup.answer
+            moved = lookup.partition.log.local_log_start != start
+            if moved and id(lookup) in looked and _in_tier(lookup):
+                answer.ClearField("error")
+                answer.offset = answer.timestamp_ms = answer.leader_epoch = NONE
+                again.append(lookup)
+        return again
+
+    async def _ask_tier(self, lookups: list[_Lookup]) -> list[_Lookup]:
+        """Answer from the tier; returns the look-ups whose answer is local (rule T11)."""
+        gate = asyncio.Semaphore(TIER_LOOKUPS)
+        rest: list[_Lookup] = []
+
+        async def ask(lookup: _Lookup) -> None:
+            answer, partition, _, timestamp_ms, _ = lookup
+            async with gate:
+                try:
+                    found = await self._tier.offset_for_time(partition, timestamp_ms)
+                except errors.PkError as error:
+                    answer.error.CopyFrom(frames.error_of(error))
+                    return
+            if found.offset == NONE or found.offset >= partition.log.local_log_start:
+                rest.append(lookup)
+            else:
+                answer.offset, answer.timestamp_ms = found.offset, found.timestamp_ms
+                answer.leader_epoch = found.leader_epoch
+
+        await asyncio.gather(*(ask(lookup) for lookup in lookups))
+        return rest
+
+    async def _ask_disks(self, lookups: list[_Lookup]) -> None:
+        by_disk: dict[int, tuple[Disk, list[_Lookup]]] = {}
+        for lookup in lookups:
+            disk = lookup.partition.writer.disk
+            by_disk.setdefault(id(disk), (disk, []))[1].append(lookup)
+        for disk, mine in by_disk.values():
+            found = await disk.read(partial(_look_up_all, mine))
+            for (answer, partition, leader, *_), outcome in zip(mine, found, strict=True):
+                if (
+                    partition.leader is not leader
+                ):  # the log may have been truncated during the look-up
+                    gone = errors.NotLeaderOrFollower(
+                        f"{partition}: its leader epoch ended during the look-up"
+                    )
+                    answer.error.CopyFrom(frames.error_of(gone))
+                    continue
+                if isinstance(outcome, errors.CorruptLog):
+                    partition.storage_failed(outcome)  # L9
+                if isinstance(outcome, errors.PkError):
+                    outcome = self._corruption.client_error(partition, outcome)
+                    answer.error.CopyFrom(frames.error_of(outcome))
+                elif outcome is not None:
+                    answer.offset, answer.timestamp_ms = outcome.offset, outcome.timestamp_ms
+                    answer.leader_epoch = outcome.leader_epoch
+
+    async def byte_offsets(self, request: wire.ByteOffsetsRequest) -> wire.ByteOffsetsReply:
+        """Return cumulative bytes at sampled offsets, by which readers split ranges."""
+        if len(request.queries) > QUERIES_MAX:
+            raise errors.InvalidRequest(
+                f"{len(request.queries)} queries; {QUERIES_MAX} are allowed"
+            )
+        reply = wire.ByteOffsetsReply()
+        for query in request.queries:
+            answer = reply.answers.add(topic_id=query.topic_id, partition=query.partition)
+            try:
+                await self._sample(query, answer)
+            except errors.PkError as error:
+                answer.error.CopyFrom(frames.error_of(error))
+        return reply
+
+    async def _sample(self, query: wire.ByteOffsetsQuery, answer: wire.ByteOffsetsAnswer) -> None:
+        partition = self._partitions.find(PartitionKey(query.topic_id, query.partition))
+        partition.serving()
+        log = partition.log
+        start, end = max(query.start, log.log_start), min(query.end, partition.high_watermark)
+        wanted = min(max(2, query.samples_max or 100), SAMPLES_MAX)
+        if end <= start:
+            answer.offsets.append(start)
+            answer.cumulative_bytes.append(0)
+            return
+        points = [(start, 0)]
+        hot = max(start, min(log.local_log_start, end))
+        if start < hot:  # in the tier: bytes are taken to be spread evenly
+            covered = max(1, partition.tier.tiered_end - partition.tier.start)
+            per_offset = partition.tier.tier_bytes / covered
+            steps = max(1, wanted // 2)
+            for step in range(1, steps + 1):
+                offset = start + (hot - start) * step // steps
+                if offset > points[-1][0]:
+                    points.append((offset, int((offset - start) * per_offset)))
+        if hot < end:
+            base = points[-1][1]
+            samples = await partition.writer.disk.read(lambda: log.sample_offsets(hot, end, wanted))
+            for offset, size in samples:
+                if offset > points[-1][0]:
+                    points.append((offset, base + size))
+        for offset, size in points:
+            answer.offsets.append(offset)
+            answer.cumulative_bytes.append(size)
+
+    async def delete_records(self, request: wire.DeleteRecordsRequest) -> wire.DeleteRecordsReply:
+        """Move log starts forward; retention deletes the data below them (KIP-107)."""
+        reply = wire.DeleteRecordsReply()
+        moved: dict[Partition, Offset] = {}
+        for item in request.items:
+            result = reply.results.add(
+                topic_id=item.topic_id, partition=item.partition, log_start=NONE
+            )
+            try:
+                partition = self._partitions.find(PartitionKey(item.topic_id, item.partition))
+                leader = partition.serving()
+                leader.check_acks(ACKS_ALL)
+                if partition.settings["cleanup_policy"] == "compact":
+                    raise errors.InvalidRequest(
+                        f"{partition}: the topic's cleanup_policy is compact (KIP-107)"
+                    )
+                before = leader.high_watermark if item.before_offset == NONE else item.before_offset
+                if not leader.ready and not 0 <= item.before_offset <= leader.high_watermark:
+                    raise errors.OffsetNotAvailable(
+                        f"{partition}: the new leader's high watermark is still catching up"
+                    )
+                if not 0 <= before <= leader.high_watermark:
+                    raise errors.OffsetOutOfRange(
+                        f"{partition}: cannot delete below {before}, "
+                        f"the high watermark is {leader.high_watermark}"
+                    )
+                if before > partition.log.log_start:
+                    moved[partition] = max(before, moved.get(partition, 0))
+                result.log_start = max(before, partition.log.log_start)
+            except errors.PkError as error:
+                result.error.CopyFrom(frames.error_of(error))
+        if moved:
+            moves = {partition.key: before for partition, before in moved.items()}
+            await self._manager.move_log_starts(moves)  # O2
+            for partition in moved:
+                partition.bounds_moved(urgent=True)
+                self._due.retain_soon(partition.key)
+        asked = zip(request.items, reply.results, strict=True)
+        waits = (self._until_known(*each) for each in asked if not each[1].HasField("error"))
+        await asyncio.gather(*waits)  # concurrently: a silent replica costs one wait in all
+        return reply
+
+    async def _until_known(
+        self, item: wire.DeleteRecordsItem, result: wire.DeleteRecordsResult
+    ) -> None:
+        """Wait until every in-sync replica knows the new log start (rule T9).
+
+        Otherwise the next leader could undo an acknowledged deletion.
+        """
         try:
-            partition = core.find(PartitionKey(query.topic_id, query.partition))
-            lookup = _answer_at_once(partition, query, request.isolation, answer)
+            partition = self._partitions.find(PartitionKey(item.topic_id, item.partition))
+            async with asyncio.timeout(DELETE_WAIT_MS / 1000):
+                await partition.deleted(result.log_start)
+        except TimeoutError:
+            slow = errors.RequestTimedOut("in-sync replicas did not confirm the deletion in time")
+            result.error.CopyFrom(frames.error_of(slow))
         except errors.PkError as error:
-            answer.error.CopyFrom(frames.error_of(error))
-            continue
-        if lookup is not None:
-            lookups.append(lookup)
-    while lookups:
-        lookups = await _look_in_both(core, lookups)
-    return reply
-
-
-async def _look_in_both(core: BrokerCore, lookups: list[_Lookup]) -> list[_Lookup]:
-    """Look up times in the tier, then in the local log (rule T11).
-
-    Segments may leave the local log between both steps.  Then the look-up is repeated, so that
-    their offsets are not skipped.
-    """
-    starts = [lookup.partition.log.local_log_start for lookup in lookups]
-    local = [lookup for lookup in lookups if not _in_tier(lookup)]
-    local += await _ask_tier(core, [lookup for lookup in lookups if _in_tier(lookup)])
-    await _ask_disks(core, local)
-    looked, again = {id(lookup) for lookup in local}, []
-    for lookup, start in zip(lookups, starts, strict=True):
-        answer = lookup.answer
-        moved = lookup.partition.log.local_log_start != start
-        if moved and id(lookup) in looked and _in_tier(lookup):
-            answer.ClearField("error")
-            answer.offset = answer.timestamp_ms = answer.leader_epoch = NONE
-            again.append(lookup)
-    return again
+            result.error.CopyFrom(frames.error_of(error))
 
 
 def _in_tier(lookup: _Lookup) -> bool:
@@ -138,53 +309,6 @@ def _answer_at_once(
     return None
 
 
-async def _ask_tier(core: BrokerCore, lookups: list[_Lookup]) -> list[_Lookup]:
-    """Answer from the tier; returns the look-ups whose answer is in the local log (rule T11)."""
-    gate = asyncio.Semaphore(TIER_LOOKUPS)
-    rest: list[_Lookup] = []
-
-    async def ask(lookup: _Lookup) -> None:
-        answer, partition, _, timestamp_ms, _ = lookup
-        async with gate:
-            try:
-                found = await core.tier.offset_for_time(partition, timestamp_ms)
-            except errors.PkError as error:
-                answer.error.CopyFrom(frames.error_of(error))
-                return
-        if found.offset == NONE or found.offset >= partition.log.local_log_start:
-            rest.append(lookup)
-        else:
-            answer.offset, answer.timestamp_ms = found.offset, found.timestamp_ms
-            answer.leader_epoch = found.leader_epoch
-
-    await asyncio.gather(*(ask(lookup) for lookup in lookups))
-    return rest
-
-
-async def _ask_disks(core: BrokerCore, lookups: list[_Lookup]) -> None:
-    by_disk: dict[int, tuple[Disk, list[_Lookup]]] = {}
-    for lookup in lookups:
-        disk = lookup.partition.writer.disk
-        by_disk.setdefault(id(disk), (disk, []))[1].append(lookup)
-    for disk, mine in by_disk.values():
-        found = await disk.read(partial(_look_up_all, mine))
-        for (answer, partition, leader, *_), outcome in zip(mine, found, strict=True):
-            if partition.leader is not leader:  # the log may have been truncated during the look-up
-                gone = errors.NotLeaderOrFollower(
-                    f"{partition}: its leader epoch ended during the look-up"
-                )
-                answer.error.CopyFrom(frames.error_of(gone))
-                continue
-            if isinstance(outcome, errors.CorruptLog):
-                core.storage_failed(partition, outcome)  # L9
-            if isinstance(outcome, errors.PkError):
-                outcome = core.corruption.client_error(partition, outcome)
-                answer.error.CopyFrom(frames.error_of(outcome))
-            elif outcome is not None:
-                answer.offset, answer.timestamp_ms = outcome.offset, outcome.timestamp_ms
-                answer.leader_epoch = outcome.leader_epoch
-
-
 def _look_up_all(lookups: list[_Lookup]) -> list[TimeOffset | errors.PkError | None]:
     """Look up times in the indexes of one directory; runs in a reader thread."""
     return [_look_up(lookup) for lookup in lookups]
@@ -203,112 +327,4 @@ def _look_up(lookup: _Lookup) -> TimeOffset | errors.PkError | None:
 # -- bytes ---------------------------------------------------------------------------------------
 
 
-async def byte_offsets(core: BrokerCore, request: wire.ByteOffsetsRequest) -> wire.ByteOffsetsReply:
-    """Return cumulative bytes at sampled offsets, by which readers split ranges."""
-    if len(request.queries) > QUERIES_MAX:
-        raise errors.InvalidRequest(f"{len(request.queries)} queries; {QUERIES_MAX} are allowed")
-    reply = wire.ByteOffsetsReply()
-    for query in request.queries:
-        answer = reply.answers.add(topic_id=query.topic_id, partition=query.partition)
-        try:
-            await _sample(core, query, answer)
-        except errors.PkError as error:
-            answer.error.CopyFrom(frames.error_of(error))
-    return reply
-
-
-async def _sample(
-    core: BrokerCore, query: wire.ByteOffsetsQuery, answer: wire.ByteOffsetsAnswer
-) -> None:
-    partition = core.find(PartitionKey(query.topic_id, query.partition))
-    partition.serving()
-    log = partition.log
-    start, end = max(query.start, log.log_start), min(query.end, partition.high_watermark)
-    wanted = min(max(2, query.samples_max or 100), SAMPLES_MAX)
-    if end <= start:
-        answer.offsets.append(start)
-        answer.cumulative_bytes.append(0)
-        return
-    points = [(start, 0)]
-    hot = max(start, min(log.local_log_start, end))
-    if start < hot:  # in the tier: bytes are taken to be spread evenly
-        covered = max(1, partition.tier.tiered_end - partition.tier.start)
-        per_offset = partition.tier.tier_bytes / covered
-        steps = max(1, wanted // 2)
-        for step in range(1, steps + 1):
-            offset = start + (hot - start) * step // steps
-            if offset > points[-1][0]:
-                points.append((offset, int((offset - start) * per_offset)))
-    if hot < end:
-        base = points[-1][1]
-        samples = await partition.writer.disk.read(lambda: log.sample_offsets(hot, end, wanted))
-        for offset, size in samples:
-            if offset > points[-1][0]:
-                points.append((offset, base + size))
-    for offset, size in points:
-        answer.offsets.append(offset)
-        answer.cumulative_bytes.append(size)
-
-
 # -- delete records ------------------------------------------------------------------------------
-
-
-async def delete_records(
-    core: BrokerCore, request: wire.DeleteRecordsRequest
-) -> wire.DeleteRecordsReply:
-    """Move log starts forward; retention deletes the data below them (KIP-107)."""
-    reply = wire.DeleteRecordsReply()
-    moved: dict[Partition, Offset] = {}
-    for item in request.items:
-        result = reply.results.add(topic_id=item.topic_id, partition=item.partition, log_start=NONE)
-        try:
-            partition = core.find(PartitionKey(item.topic_id, item.partition))
-            leader = partition.serving()
-            leader.check_acks(ACKS_ALL)
-            if partition.settings["cleanup_policy"] == "compact":
-                raise errors.InvalidRequest(
-                    f"{partition}: the topic's cleanup_policy is compact (KIP-107)"
-                )
-            before = leader.high_watermark if item.before_offset == NONE else item.before_offset
-            if not leader.ready and not 0 <= item.before_offset <= leader.high_watermark:
-                raise errors.OffsetNotAvailable(
-                    f"{partition}: the new leader's high watermark is still catching up"
-                )
-            if not 0 <= before <= leader.high_watermark:
-                raise errors.OffsetOutOfRange(
-                    f"{partition}: cannot delete below {before}, "
-                    f"the high watermark is {leader.high_watermark}"
-                )
-            if before > partition.log.log_start:
-                moved[partition] = max(before, moved.get(partition, 0))
-            result.log_start = max(before, partition.log.log_start)
-        except errors.PkError as error:
-            result.error.CopyFrom(frames.error_of(error))
-    if moved:
-        moves = {partition.key: before for partition, before in moved.items()}
-        await core.manager.move_log_starts(moves)  # O2
-        for partition in moved:
-            partition.bounds_moved(urgent=True)
-            core.retain_soon(partition.key)
-    asked = zip(request.items, reply.results, strict=True)
-    waits = (_until_known(core, *each) for each in asked if not each[1].HasField("error"))
-    await asyncio.gather(*waits)  # concurrently: a silent replica costs one wait in all
-    return reply
-
-
-async def _until_known(
-    core: BrokerCore, item: wire.DeleteRecordsItem, result: wire.DeleteRecordsResult
-) -> None:
-    """Wait until every in-sync replica knows the new log start (rule T9).
-
-    Otherwise the next leader could undo an acknowledged deletion.
-    """
-    try:
-        partition = core.find(PartitionKey(item.topic_id, item.partition))
-        async with asyncio.timeout(DELETE_WAIT_MS / 1000):
-            await partition.deleted(result.log_start)
-    except TimeoutError:
-        slow = errors.RequestTimedOut("in-sync replicas did not confirm the deletion in time")
-        result.error.CopyFrom(frames.error_of(slow))
-    except errors.PkError as error:
-        result.error.CopyFrom(frames.error_of(error))

@@ -27,6 +27,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -34,9 +35,11 @@ from pk import errors, limits
 from pk.log import batch as batches
 from pk.log import columns
 from pk.log.batch import HEADER_BYTES, Header
-from pk.server.broker.core import BrokerCore, ProducerStream
+from pk.server.handlers.appends import Appends
+from pk.server.replica.context import Environment
 from pk.server.replica.delayed_produce import DelayedProduce
 from pk.server.replica.leader import ACKS_ALL
+from pk.server.replica.purgatory import ProducePurgatory
 from pk.tasks import TaskRegistry, awaited
 from pk.types import NONE, PartitionKey
 from pk.wire import frames
@@ -111,14 +114,46 @@ def check_entries(entries: list[_Entry]) -> list[HeaderOrError]:
     return found
 
 
+@dataclass(slots=True)
+class ProducerStream:
+    """The producer that sent last on one produce stream (D5)."""
+
+    number: int  #: number of the stream; a newer stream has a higher one
+    producer_id: int = NONE
+    given_up: bool = False  #: whether its producer uses a newer stream
+
+
+class ProducerStreams:
+    """The produce streams of one broker, by the producer that uses them (D5)."""
+
+    def __init__(self) -> None:
+        self.speakers: dict[int, ProducerStream] = {}  #: producer id → its newest stream
+        self._opened = 0  #: number of produce streams so far
+
+    def open(self) -> ProducerStream:
+        """Return the entry of a stream that was accepted just now."""
+        self._opened += 1
+        return ProducerStream(self._opened)
+
+
 class ProduceStream:
     """One accepted produce stream."""
 
-    def __init__(self, core: BrokerCore, stream: Stream) -> None:
-        self._core = core
+    def __init__(
+        self,
+        env: Environment,
+        appends: Appends,
+        producers: ProducerStreams,
+        purgatory: ProducePurgatory[DelayedProduce],
+        stream: Stream,
+    ) -> None:
+        self._env = env
+        self._clock = env.clock
+        self._appends = appends
+        self._producers = producers
+        self._purgatory = purgatory
         self._stream = stream
-        core.streams_opened += 1
-        self._speaker = ProducerStream(core.streams_opened)
+        self._speaker = producers.open()
         self._jobs: deque[_Job] = deque()
         self._job_ready = asyncio.Event()
         self._job_taken = asyncio.Event()
@@ -152,7 +187,7 @@ class ProduceStream:
             for delayed in self._delayed:
                 delayed.sink = None
                 if delayed.parked is not None:
-                    self._core.purgatory.forget(delayed.parked)
+                    self._purgatory.forget(delayed.parked)
             self._fall_silent()
             self._stream.close()
 
@@ -168,14 +203,14 @@ class ProduceStream:
     async def _read(self) -> None:
         while (raw := await self._stream.recv()) is not None:
             job = self._job_of(frames.decode(raw))
-            self._core.metrics.produced(len(raw))
+            self._env.metrics.produced(len(raw))
             if weight(job.entries) <= INLINE_WEIGHT:
                 job.checked = check_entries(job.entries)
                 if not self._jobs and self._append_at_once(job):
                     await self._owed_room()
                     continue
             else:
-                disk = self._core.any_disk()
+                disk = self._appends.any_disk()
                 check = partial(check_entries, job.entries)
                 job.checking = self._checks.spawn(disk.compute(check))
             self._jobs.append(job)
@@ -209,7 +244,7 @@ class ProduceStream:
         for item in request.partitions:
             end = position + item.batch_bytes
             key = PartitionKey(item.topic_id, item.partition)
-            size_max, decoded_max = self._core.batch_bounds(key)
+            size_max, decoded_max = self._appends.batch_bounds(key)
             entries.append(
                 _Entry(
                     key,
@@ -225,14 +260,14 @@ class ProduceStream:
                 f"a frame announces {position} bytes of batches and has {len(frame.payload)}"
             )
         timeout_ms = request.timeout_ms if request.timeout_ms > 0 else TIMEOUT_DEFAULT_MS
-        deadline_ms = self._core.clock.monotonic_ms() + timeout_ms
+        deadline_ms = self._clock.monotonic_ms() + timeout_ms
         return _Job(frame.head.correlation_id, request.acks, deadline_ms, entries)
 
     # -- appender --------------------------------------------------------------------------------
 
     def _append_at_once(self, job: _Job) -> bool:
         """Append a small frame at once; False if the write queue of a directory is full."""
-        if any(self._core.writer_full(entry.key) for entry in job.entries):
+        if any(self._appends.full(entry.key) for entry in job.entries):
             return False
         for index in range(len(job.entries)):
             self._append(job, index)
@@ -250,9 +285,9 @@ class ProduceStream:
                 assert job.checking is not None
                 job.checked = await job.checking
             for index, entry in enumerate(job.entries):
-                if self._core.writer_full(entry.key):
+                if self._appends.full(entry.key):
                     # D3: the socket is not read meanwhile
-                    await self._core.writer_room(entry.key)
+                    await self._appends.room(entry.key)
                 self._append(job, index)
             self._jobs.popleft()
             self._job_taken.set()
@@ -271,18 +306,18 @@ class ProduceStream:
             if isinstance(checked, errors.PkError):
                 raise checked
             self._hear(checked.producer_id)
-            self._core.append(entry.key, checked, entry.batch, entry.leader_epoch, delayed)
+            self._appends.append(entry.key, checked, entry.batch, entry.leader_epoch, delayed)
         except errors.PkError as refusal:
             delayed.answer(refusal)
         except Exception as bug:
-            self._core.bug("append", bug)
+            self._env.bug("append", bug)
             delayed.answer(errors.InternalError(f"append: {bug!r}"))
 
     def _hear(self, producer_id: int) -> None:
         """Note the stream of a producer (D5).  Raises `BrokerUnavailable` on an older stream."""
         if producer_id == NONE:
             return
-        mine, speakers = self._speaker, self._core.speakers
+        mine, speakers = self._speaker, self._producers.speakers
         if producer_id != mine.producer_id:
             self._fall_silent()
             other = speakers.get(producer_id)
@@ -299,14 +334,14 @@ class ProduceStream:
     def _fall_silent(self) -> None:
         mine = self._speaker
         if mine.producer_id != NONE:
-            del self._core.speakers[mine.producer_id]
+            del self._producers.speakers[mine.producer_id]
             mine.producer_id = NONE
 
     # -- replier ---------------------------------------------------------------------------------
 
     def _answered(self, delayed: DelayedProduce, error: errors.PkError | None) -> None:
         if error is not None:
-            self._core.metrics.refused(error)
+            self._env.metrics.refused(error)
         if not delayed.acks:
             return
         self._delayed.pop(delayed, None)

@@ -20,19 +20,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from pk import errors
 from pk.log.divergence import StartAt
+from pk.server.broker.hosted_partitions import HostedPartitions
 from pk.server.handlers.fetch_session import Position
+from pk.server.replica.alter_partition import AlterPartitionManager
+from pk.server.replica.context import Environment
 from pk.server.replica.leader import Leader
 from pk.server.replica.partition import Partition
 from pk.types import NONE, NodeId, Offset, PartitionKey
 from pk.wire import pk_pb2 as wire
-
-if TYPE_CHECKING:
-    from pk.log.divergence import StartAt
-from pk.server.broker.core import BrokerCore
 
 #: Longest wait of a new watermark for data with which it can be sent.
 TELL_MS = 20
@@ -75,9 +74,17 @@ class ReplicaEnd:
     """The stream of one follower at its leader."""
 
     def __init__(
-        self, core: BrokerCore, stream: FollowerStream, replica: NodeId, broker_epoch: int
+        self,
+        env: Environment,
+        partitions: HostedPartitions,
+        alter_partition: AlterPartitionManager,
+        stream: FollowerStream,
+        replica: NodeId,
+        broker_epoch: int,
     ) -> None:
-        self._core = core
+        self._env = env
+        self._partitions = partitions
+        self._alter_partition = alter_partition
         self._stream = stream
         self.replica = replica
         self.broker_epoch = broker_epoch
@@ -118,7 +125,7 @@ class ReplicaEnd:
     def full(self, request: wire.FetchRequest) -> None:
         """Let replicas with full disks leave the ISR: they would hold the watermark back (L16)."""
         for item in request.full:
-            partition = self._core.partitions.get(PartitionKey(item.topic_id, item.partition))
+            partition = self._partitions.get(PartitionKey(item.topic_id, item.partition))
             leader = None if partition is None else partition.leader
             if (
                 partition is not None
@@ -127,7 +134,7 @@ class ReplicaEnd:
                 and leader.broker_epoch_of(self.replica) in (NONE, self.broker_epoch)
             ):
                 leader.on_follower_full(self.replica)
-                self._core.alter_partition.consider(partition)
+                self._alter_partition.consider(partition)
 
     def forgotten(self, keys: list[PartitionKey]) -> None:
         """Note that the replica no longer fetches these partitions on this stream.
@@ -137,7 +144,7 @@ class ReplicaEnd:
         """
         for key in keys:
             position = self._compared.pop(key, None)
-            partition = self._core.partitions.get(key)
+            partition = self._partitions.get(key)
             leader = None if partition is None else partition.leader
             if (
                 position is not None
@@ -149,14 +156,14 @@ class ReplicaEnd:
 
     def _broker_epoch_of(self, key: PartitionKey) -> int:
         """The registration that was compared last; NONE = none since the replica left the ISR."""
-        partition = self._core.partitions.get(key)
+        partition = self._partitions.get(key)
         leader = None if partition is None else partition.leader
         return NONE if leader is None else leader.broker_epoch_of(self.replica)
 
     def _confirm(
         self, key: PartitionKey, position: Position, end: Offset, log_start: Offset
     ) -> None:
-        partition = self._core.partitions.get(key)
+        partition = self._partitions.get(key)
         leader = None if partition is None else partition.leader
         if partition is None or leader is None or leader.leader_epoch != position.leader_epoch:
             return  # F1: another leader epoch; the pump answers the replica
@@ -164,16 +171,16 @@ class ReplicaEnd:
             return
         try:
             moved = leader.on_follower_end(
-                self.replica, end, self._core.now_ms, self.broker_epoch, log_start
+                self.replica, end, self._env.now_ms, self.broker_epoch, log_start
             )
         except errors.PkError as error:
-            self._core.metrics.refused(error)
+            self._env.metrics.refused(error)
             return
         if moved:
             partition.watermark_moved()
         partition.complete_deletions()
         if self.replica not in leader.isr:
-            self._core.alter_partition.consider(partition)
+            self._alter_partition.consider(partition)
 
     # -- the partition speaks ----------------------------------------------------------------------
 
@@ -188,7 +195,7 @@ class ReplicaEnd:
         self._telling = None
         untold, self._untold = self._untold, {}
         for key in untold:
-            partition = self._core.partitions.get(key)
+            partition = self._partitions.get(key)
             if partition is not None and self._told.get(key) != _marks(partition):
                 self._stream.moved(key)
 
@@ -203,7 +210,7 @@ class ReplicaEnd:
         """
         if position.cold:
             return None  # the producer state is being read
-        partition = self._core.find(position.key)
+        partition = self._partitions.find(position.key)
         if position.leader_epoch == NONE:
             raise errors.InvalidRequest("a replica's fetch names a leader epoch")
         leader = partition.serving(position.leader_epoch)

@@ -13,18 +13,21 @@ from __future__ import annotations
 
 import asyncio
 import os
-from typing import TYPE_CHECKING
 
 from pk import errors
-from pk.server.replica import corruption
+from pk.server.broker.clock_watch import ClockWatch
+from pk.server.broker.due_work import DueWork
+from pk.server.broker.failures import FailureHandler
+from pk.server.broker.hosted_partitions import HostedPartitions
+from pk.server.metadata.cache import MetadataCache
+from pk.server.replica.context import Environment
+from pk.server.replica.corruption import CorruptionManager, unreadable
 from pk.server.replica.partition import Partition
-from pk.server.tier.view import REPORT_INTERVAL_MS
+from pk.server.tier.client import TierClient
+from pk.server.tier.view import REPORT_INTERVAL_MS, TierFeed
 from pk.types import PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
-
-if TYPE_CHECKING:
-    from pk.server.broker.core import BrokerCore
 
 WAIT_MAX_MS = 30_000
 #: Settings of a topic that the copier and the owner use.
@@ -42,169 +45,191 @@ _FOR_TIER = (
 )
 
 
-async def tier_partitions(
-    core: BrokerCore, request: wire.TierPartitionsRequest
-) -> wire.TierPartitionsReply:
-    """Return the partitions that changed since the request's generation; wait if none did."""
-    feed = core.feed
-    deadline_ms = core.clock.monotonic_ms() + min(max(0, request.max_wait_ms), WAIT_MAX_MS)
-    waited = False
-    while not feed.news(request.session_id, request.generation):
-        left_ms = deadline_ms - core.clock.monotonic_ms()
-        if left_ms <= 0:
-            break
-        waited = True
-        core.feed_moved.clear()
-        try:
-            async with asyncio.timeout(left_ms / 1000):
-                await core.feed_moved.wait()
-        except TimeoutError:
-            break
-    if waited or request.session_id == feed.session_id:
-        await core.clock.sleep_ms(REPORT_INTERVAL_MS)  # gather the changes of the next moments
-    reply = feed.reply(request, lambda key: _describe(core, key))
-    reply.clock_doubted = core.clocks.trusted_ms() is None
-    return reply
+class TierRequests:
+    """What the tier process asks of its broker, and what clients ask of the tier."""
 
+    def __init__(
+        self,
+        env: Environment,
+        partitions: HostedPartitions,
+        metadata: MetadataCache,
+        clocks: ClockWatch,
+        corruption: CorruptionManager,
+        failures: FailureHandler,
+        feed: TierFeed,
+        tier: TierClient,
+        due: DueWork,
+    ) -> None:
+        self._clock = env.clock
+        self._partitions = partitions
+        self._metadata = metadata
+        self._clocks = clocks
+        self._corruption = corruption
+        self._failures = failures
+        self._feed = feed
+        self._tier = tier
+        self._due = due
 
-def _describe(core: BrokerCore, key: PartitionKey) -> wire.TierPartition | None:
-    partition = core.partitions.get(key)
-    if partition is None or partition.leader is None or not partition.tiered:
-        return None
-    log = partition.log
-    stable = partition.last_stable_offset
-    described = wire.TierPartition(
-        topic=partition.topic,
-        topic_id=key.topic_id,
-        partition=key.partition,
-        path=os.path.join(partition.writer.disk.storage.root, log.path),
-        leader_epoch=partition.leader.leader_epoch,
-        unclean=partition.unclean,
-        log_start=log.log_start,
-        local_log_start=log.local_log_start,
-        last_stable_offset=stable,
-        high_watermark=partition.high_watermark,
-        log_end=log.written_end,
-        ready=partition.leader.ready,
-        tiered_end=log.tiered_end,
-        known_log_start=partition.known_log_start,
-        epochs=[
-            wire.EpochStart(epoch=each.epoch, start_offset=each.start_offset)
-            for each in log.epochs.entries
-        ],
-    )
-    start = max(log.local_log_start, log.tiered_end)
-    if start < stable:
-        for each in log.aborted_in(start, stable):
-            described.aborted.add(
-                producer_id=each.producer_id,
-                first_offset=each.first_offset,
-                last_offset=each.last_offset,
-            )
-    for name in _FOR_TIER:
-        described.configs[name] = str(partition.settings[name])
-    return described
+    async def tier_partitions(
+        self, request: wire.TierPartitionsRequest
+    ) -> wire.TierPartitionsReply:
+        """Return the partitions that changed since the request's generation; wait if none did."""
+        feed = self._feed
+        deadline_ms = self._clock.monotonic_ms() + min(max(0, request.max_wait_ms), WAIT_MAX_MS)
+        waited = False
+        while not feed.news(request.session_id, request.generation):
+            left_ms = deadline_ms - self._clock.monotonic_ms()
+            if left_ms <= 0:
+                break
+            waited = True
+            feed.moved.clear()
+            try:
+                async with asyncio.timeout(left_ms / 1000):
+                    await feed.moved.wait()
+            except TimeoutError:
+                break
+        if waited or request.session_id == feed.session_id:
+            await self._clock.sleep_ms(REPORT_INTERVAL_MS)  # gather the changes of the next moments
+        reply = feed.reply(request, lambda key: self._describe(key))
+        reply.clock_doubted = self._clocks.trusted_ms() is None
+        return reply
 
-
-def tier_progress(core: BrokerCore, request: wire.TierProgressRequest) -> wire.TierProgressReply:
-    """Apply the reports of the tier; the local log may then drop covered segments (rule T6)."""
-    for progress in request.partitions:
-        partition = core.partitions.get(PartitionKey(progress.topic_id, progress.partition))
+    def _describe(self, key: PartitionKey) -> wire.TierPartition | None:
+        partition = self._partitions.get(key)
         if partition is None or partition.leader is None or not partition.tiered:
-            continue
-        try:
-            moved = partition.tier.report(
-                progress, partition.leader.leader_epoch, partition.last_stable_offset
-            )
-        except errors.TierTableChanged as changed:
-            # A partition that is not ready does not know its stable end; the report comes again.
-            partition.tier.problem = changed if partition.leader.ready else None
-            continue
-        # T9: a former leader moved log_start and died before this broker learned of it.  The rows
-        # below it are deleted.
-        partition.update_log_start(partition.tier.start)
-        core.corruption.look_in_front(partition)
-        problem = partition.tier.problem
-        if isinstance(problem, errors.CorruptLog | errors.OffsetOutOfRange):
-            core.examine(
-                partition, problem
-            )  # L9: the copier did not find records that the broker listed
-        if not moved:
-            continue
+            return None
         log = partition.log
-        before = log.droppable_end
-        log.tiered_end = max(log.tiered_end, partition.tier.tiered_end)
-        log.droppable_end = max(log.droppable_end, partition.tier.droppable_end)
-        if log.droppable_end > before:
-            core.retain_soon(partition.key)
-    return wire.TierProgressReply()
-
-
-async def tier_rows(core: BrokerCore, request: wire.TierRowsRequest) -> wire.TierRowsReply:
-    """Repair or accept missing rows of partitions that this broker leads (rule T17)."""
-    partition = core.find(PartitionKey(request.topic_id, request.partition))
-    partition.serving()
-    if not partition.tiered:
-        raise errors.InvalidRequest(f"{partition}: the topic has no tier")
-    return await core.tier.rows(request)
-
-
-async def describe_tier(
-    core: BrokerCore, request: wire.DescribeTierRequest
-) -> wire.DescribeTierReply:
-    """Describe the table of a topic: the owner's view, and this broker's view of damage."""
-    topic = core.publisher.image.topic(request.topic)
-    if topic is None:
-        raise errors.UnknownTopicOrPartition(f"topic {request.topic!r} does not exist")
-    wanted = core.publisher.settings_of(request.topic)
-    if not core.publisher.is_tiered(request.topic, wanted):
-        why = (
-            "the server has no tier_url"
-            if not core.tier.enabled
-            else "tier_enable is off for this topic"
+        stable = partition.last_stable_offset
+        described = wire.TierPartition(
+            topic=partition.topic,
+            topic_id=key.topic_id,
+            partition=key.partition,
+            path=os.path.join(partition.writer.disk.storage.root, log.path),
+            leader_epoch=partition.leader.leader_epoch,
+            unclean=partition.unclean,
+            log_start=log.log_start,
+            local_log_start=log.local_log_start,
+            last_stable_offset=stable,
+            high_watermark=partition.high_watermark,
+            log_end=log.written_end,
+            ready=partition.leader.ready,
+            tiered_end=log.tiered_end,
+            known_log_start=partition.known_log_start,
+            epochs=[
+                wire.EpochStart(epoch=each.epoch, start_offset=each.start_offset)
+                for each in log.epochs.entries
+            ],
         )
-        return wire.DescribeTierReply(
-            topic=request.topic, topic_id=topic.topic_id, version=-1, status=f"off: {why}"
-        )
-    try:
-        reply = await core.tier.describe(request.topic, request.suspects)
-    except errors.TierUnavailable as error:
-        reply = wire.DescribeTierReply(
-            version=-1, status="unavailable", problem=frames.error_of(error)
-        )
-    if reply.topic_id not in ("", topic.topic_id):  # the table of a deleted topic with this name
-        reply = wire.DescribeTierReply(version=-1, status="nothing tiered yet")
-    reply.topic, reply.topic_id = request.topic, topic.topic_id
-    described = {each.partition: each for each in reply.partitions}
-    for number in sorted(topic.partitions):
-        partition = core.partitions.get(PartitionKey(topic.topic_id, number))
-        if partition is not None:
-            _add_view(core, partition, reply, described.get(number))
-    return reply
+        start = max(log.local_log_start, log.tiered_end)
+        if start < stable:
+            for each in log.aborted_in(start, stable):
+                described.aborted.add(
+                    producer_id=each.producer_id,
+                    first_offset=each.first_offset,
+                    last_offset=each.last_offset,
+                )
+        for name in _FOR_TIER:
+            described.configs[name] = str(partition.settings[name])
+        return described
 
+    def tier_progress(self, request: wire.TierProgressRequest) -> wire.TierProgressReply:
+        """Apply the reports of the tier; the local log may then drop covered segments (rule T6)."""
+        for progress in request.partitions:
+            partition = self._partitions.get(PartitionKey(progress.topic_id, progress.partition))
+            if partition is None or partition.leader is None or not partition.tiered:
+                continue
+            try:
+                moved = partition.tier.report(
+                    progress, partition.leader.leader_epoch, partition.last_stable_offset
+                )
+            except errors.TierTableChanged as changed:
+                # A partition that is not ready does not know its stable end; the report comes
+                # again.
+                partition.tier.problem = changed if partition.leader.ready else None
+                continue
+            # T9: a former leader moved log_start and died before this broker learned of it.  The
+            # rows below it are deleted.
+            partition.update_log_start(partition.tier.start)
+            self._corruption.look_in_front(partition)
+            problem = partition.tier.problem
+            if isinstance(problem, errors.CorruptLog | errors.OffsetOutOfRange):
+                self._failures.examine(
+                    partition, problem
+                )  # L9: the copier did not find records that the broker listed
+            if not moved:
+                continue
+            log = partition.log
+            before = log.droppable_end
+            log.tiered_end = max(log.tiered_end, partition.tier.tiered_end)
+            log.droppable_end = max(log.droppable_end, partition.tier.droppable_end)
+            if log.droppable_end > before:
+                self._due.retain_soon(partition.key)
+        return wire.TierProgressReply()
 
-def _add_view(
-    core: BrokerCore,
-    partition: Partition,
-    reply: wire.DescribeTierReply,
-    state: wire.TierPartitionState | None,
-) -> None:
-    tier = partition.tier
-    if state is None:
-        state = reply.partitions.add(
-            partition=partition.key.partition,
-            start=tier.start,
-            end=max(0, tier.tiered_end),
-            bytes=tier.tier_bytes,
-        )
-    state.lag = max(0, partition.last_stable_offset - max(state.end, partition.log.log_start))
-    if not reply.uri:
-        reply.uri = tier.uri
-    problem = partition.hosted.cause  # the cause of the tier's problem
-    # the copier stops there (L9)
-    if problem is None and corruption.unreadable(partition, state.end):
-        problem = core.corruption.problem_of(partition)
-    if problem is not None:
-        reply.problem.CopyFrom(frames.error_of(problem))
-    elif tier.problem is not None and not reply.HasField("problem"):
-        reply.problem.CopyFrom(frames.error_of(tier.problem))
+    async def tier_rows(self, request: wire.TierRowsRequest) -> wire.TierRowsReply:
+        """Repair or accept missing rows of partitions that this broker leads (rule T17)."""
+        partition = self._partitions.find(PartitionKey(request.topic_id, request.partition))
+        partition.serving()
+        if not partition.tiered:
+            raise errors.InvalidRequest(f"{partition}: the topic has no tier")
+        return await self._tier.rows(request)
+
+    async def describe_tier(self, request: wire.DescribeTierRequest) -> wire.DescribeTierReply:
+        """Describe the table of a topic: the owner's view, and this broker's view of damage."""
+        topic = self._metadata.image.topic(request.topic)
+        if topic is None:
+            raise errors.UnknownTopicOrPartition(f"topic {request.topic!r} does not exist")
+        wanted = self._metadata.settings_of(request.topic)
+        if not self._metadata.is_tiered(request.topic, wanted):
+            why = (
+                "the server has no tier_url"
+                if not self._tier.enabled
+                else "tier_enable is off for this topic"
+            )
+            return wire.DescribeTierReply(
+                topic=request.topic, topic_id=topic.topic_id, version=-1, status=f"off: {why}"
+            )
+        try:
+            reply = await self._tier.describe(request.topic, request.suspects)
+        except errors.TierUnavailable as error:
+            reply = wire.DescribeTierReply(
+                version=-1, status="unavailable", problem=frames.error_of(error)
+            )
+        if reply.topic_id not in (
+            "",
+            topic.topic_id,
+        ):  # the table of a deleted topic with this name
+            reply = wire.DescribeTierReply(version=-1, status="nothing tiered yet")
+        reply.topic, reply.topic_id = request.topic, topic.topic_id
+        described = {each.partition: each for each in reply.partitions}
+        for number in sorted(topic.partitions):
+            partition = self._partitions.get(PartitionKey(topic.topic_id, number))
+            if partition is not None:
+                self._add_view(partition, reply, described.get(number))
+        return reply
+
+    def _add_view(
+        self,
+        partition: Partition,
+        reply: wire.DescribeTierReply,
+        state: wire.TierPartitionState | None,
+    ) -> None:
+        tier = partition.tier
+        if state is None:
+            state = reply.partitions.add(
+                partition=partition.key.partition,
+                start=tier.start,
+                end=max(0, tier.tiered_end),
+                bytes=tier.tier_bytes,
+            )
+        state.lag = max(0, partition.last_stable_offset - max(state.end, partition.log.log_start))
+        if not reply.uri:
+            reply.uri = tier.uri
+        problem = partition.hosted.cause  # the cause of the tier's problem
+        # the copier stops there (L9)
+        if problem is None and unreadable(partition, state.end):
+            problem = self._corruption.problem_of(partition)
+        if problem is not None:
+            reply.problem.CopyFrom(frames.error_of(problem))
+        elif tier.problem is not None and not reply.HasField("problem"):
+            reply.problem.CopyFrom(frames.error_of(tier.problem))

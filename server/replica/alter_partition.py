@@ -16,11 +16,13 @@ Invariants
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from pk import errors
 from pk.backoff import Backoff, equal_jitter
-from pk.server.replica.context import BrokerContext
+from pk.server.metadata.cache import MetadataCache
+from pk.server.replica.context import ControllerChannel, Environment
 from pk.server.replica.leader import Leader
 from pk.server.replica.partition import Partition
 from pk.tasks import TaskRegistry
@@ -47,8 +49,17 @@ class PendingIsrChange(NamedTuple):
 class AlterPartitionManager:
     """The pending changes of one broker."""
 
-    def __init__(self, core: BrokerContext) -> None:
-        self._core = core
+    def __init__(
+        self,
+        env: Environment,
+        partitions: Mapping[PartitionKey, Partition],
+        metadata: MetadataCache,
+        controller: ControllerChannel,
+    ) -> None:
+        self._env = env
+        self._partitions = partitions
+        self._metadata = metadata
+        self._controller = controller
         self._pending: dict[PartitionKey, PendingIsrChange] = {}
         self._unsure: dict[PartitionKey, None] = {}  #: sent, and no reply arrived (A2)
         self._not_before_ms: dict[PartitionKey, int] = {}
@@ -60,26 +71,26 @@ class AlterPartitionManager:
 
     def consider(self, partition: Partition) -> None:
         """Ask the controller for another ISR if the progress of the followers requires it."""
-        leader, core = partition.leader, self._core
-        if leader is None or len(leader.replicas) < 2 or core.draining:
+        leader, env = partition.leader, self._env
+        if leader is None or len(leader.replicas) < 2 or self._controller.want_shutdown:
             return
-        now_ms = core.now_ms
+        now_ms = env.now_ms
         if self._not_before_ms.get(partition.key, 0) > now_ms:
             return
-        brokers = core.publisher.image.brokers
+        brokers = self._metadata.image.brokers
         eligible = {
             replica: brokers[replica].broker_epoch
             for replica in leader.replicas
             if replica in brokers and brokers[replica].available
         }
-        lag_max_ms = core.server["replica_lag_time_max_ms"]
+        lag_max_ms = env.server["replica_lag_time_max_ms"]
         wanted = leader.wanted_isr(eligible, now_ms, lag_max_ms, partition.log.log_start)
         if wanted is None:
             return
         leader.on_isr_proposed(wanted)
         epochs = tuple(
-            core.lifecycle.broker_epoch
-            if member == core.node_id
+            self._controller.broker_epoch
+            if member == env.node_id
             else leader.broker_epoch_of(member)
             for member in wanted
         )
@@ -93,7 +104,7 @@ class AlterPartitionManager:
             self._tasks.spawn(self._run())
 
     async def _run(self) -> None:
-        backoff = Backoff(AGAIN_MS, equal_jitter(self._core.world.rng))
+        backoff = Backoff(AGAIN_MS, equal_jitter(self._env.world.rng))
         try:
             while self._open():
                 try:
@@ -102,18 +113,18 @@ class AlterPartitionManager:
                     if not self._open():
                         return
                 except errors.PkError as failure:
-                    self._core.metrics.refused(failure)
+                    self._env.metrics.refused(failure)
                 except Exception as bug:
-                    self._core.bug("changing in-sync sets", bug)
+                    self._env.bug("changing in-sync sets", bug)
                 # After a reply, pending changes wait for the metadata log.  Without, ask again.
-                await self._core.clock.sleep_ms(backoff.next_ms())
+                await self._env.clock.sleep_ms(backoff.next_ms())
         finally:
             self._asking = False
 
     def _open(self) -> bool:
         """Remove the changes that have ended (A1); return whether any is still pending."""
         for key, pending in list(self._pending.items()):
-            partition = self._core.partitions.get(key)
+            partition = self._partitions.get(key)
             if (
                 partition is None
                 or partition.leader is not pending.leader
@@ -124,10 +135,10 @@ class AlterPartitionManager:
         return bool(self._pending)
 
     async def _ask(self) -> None:
-        core = self._core
+        controller, partitions = self._controller, self._partitions
         asked = dict(list(self._pending.items())[:ITEMS_MAX])
         request = wire.AlterPartitionRequest(
-            broker_id=core.node_id, broker_epoch=core.lifecycle.broker_epoch
+            broker_id=self._env.node_id, broker_epoch=controller.broker_epoch
         )
         for key, pending in asked.items():
             request.items.add(
@@ -137,10 +148,10 @@ class AlterPartitionManager:
                 partition_epoch=pending.partition_epoch,
                 new_isr=pending.isr,
                 isr_broker_epochs=pending.broker_epochs,
-                recovered=not core.partitions[key].tiered and core.partitions[key].unclean,
+                recovered=not partitions[key].tiered and partitions[key].unclean,
             )
         try:
-            frame = await core.lifecycle.call(request, ASK_TIMEOUT_MS)
+            frame = await controller.call(request, ASK_TIMEOUT_MS)
         except errors.PkError:
             self._unsure.update(dict.fromkeys(asked))
             raise
@@ -160,18 +171,18 @@ class AlterPartitionManager:
             if set(pending.isr) == set(pending.leader.isr):
                 return  # A2
             change = "shrink" if len(pending.isr) < len(pending.leader.isr) else "expand"
-            self._core.metrics.isr_changes.labels(change).inc()
+            self._env.metrics.isr_changes.labels(change).inc()
             return
         error = frames.raise_error(result.error)
-        self._core.metrics.refused(error)
+        self._env.metrics.refused(error)
         if not isinstance(error, errors.IneligibleReplica) or self._pending.get(key) is not pending:
             return
         if key in self._unsure:
             self._pending[key] = pending._replace(isr=pending.leader.isr, broker_epochs=())
             return
         del self._pending[key]
-        self._not_before_ms[key] = self._core.now_ms + REFUSED_MS
-        partition = self._core.partitions.get(key)
+        self._not_before_ms[key] = self._env.now_ms + REFUSED_MS
+        partition = self._partitions.get(key)
         moved = pending.leader.on_isr_refused(pending.isr)
         if moved and partition is not None and partition.leader is pending.leader:
             partition.watermark_moved()

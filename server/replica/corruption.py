@@ -27,9 +27,11 @@ from typing import TYPE_CHECKING
 from pk import errors
 from pk.log import damage as ranges
 from pk.log.damage import Damage
-from pk.server.replica.context import BrokerContext
+from pk.server.metadata.cache import MetadataCache
+from pk.server.replica.context import Environment
 from pk.server.replica.partition import Partition
 from pk.server.replica.state import ReplicaState
+from pk.tasks import TaskRegistry
 from pk.types import NONE, PartitionKey
 
 if TYPE_CHECKING:
@@ -39,13 +41,15 @@ if TYPE_CHECKING:
 class CorruptionManager:
     """Finds, reports and serves around the damaged ranges of one broker's partitions."""
 
-    def __init__(self, core: BrokerContext) -> None:
-        self._core = core
+    def __init__(self, env: Environment, metadata: MetadataCache, tasks: TaskRegistry) -> None:
+        self._env = env
+        self._metadata = metadata
+        self._tasks = tasks  #: end with the broker
         self._looking: dict[PartitionKey, None] = {}
 
     def is_only_copy(self, state: PartitionState | None) -> bool:
         """Whether no other replica is known to have the committed records of the partition."""
-        me = self._core.node_id
+        me = self._env.node_id
         if state is None or me not in state.replicas:
             return False
         if any(each != me for each in (*state.isr, *state.elr)):
@@ -57,13 +61,13 @@ class CorruptionManager:
 
         False = the caller must take this replica offline instead.
         """
-        core, key = self._core, partition.key
+        key = partition.key
         leads = partition.state is ReplicaState.LEADING
-        if not leads or not self.is_only_copy(core.publisher.image.partition(key)):
+        if not leads or not self.is_only_copy(self._metadata.image.partition(key)):
             return False
         if key not in self._looking:
             self._looking[key] = None
-            core.spawn(self._look(partition, error))
+            self._tasks.spawn(self._look(partition, error))
         return True
 
     async def _look(self, partition: Partition, error: errors.CorruptLog) -> None:
@@ -73,13 +77,13 @@ class CorruptionManager:
             survey = partial(partition.log.survey, offset)
             found = await partition.writer.disk.read(survey)
         except errors.PkError as failure:
-            self._core.metrics.refused(failure)
+            self._env.metrics.refused(failure)
         finally:
             self._looking.pop(partition.key, None)
         if partition.state is not ReplicaState.LEADING:
             return
         if not found:
-            self._core.damaged(partition, error)  # N2
+            partition.damaged(error)  # N2
             return
         self.report(partition, found)
         partition.bounds_moved(urgent=True)
@@ -89,15 +93,15 @@ class CorruptionManager:
 
         If there are several copies, `settle` decides later.
         """
-        if self.is_only_copy(self._core.publisher.image.partition(partition.key)):
+        if self.is_only_copy(self._metadata.image.partition(partition.key)):
             self.report(partition, partition.log.damage)
             self.look_in_front(partition)
 
     def report(self, partition: Partition, found: list[Damage]) -> None:
         """Count and log damaged ranges that were not known before."""
         for each in found:
-            self._core.metrics.damaged_ranges.inc()
-            self._core.warn(
+            self._env.metrics.damaged_ranges.inc()
+            self._env.warn(
                 "damaged_range",
                 partition=str(partition),
                 offset=each.start,
@@ -120,7 +124,7 @@ class CorruptionManager:
         absent = partition.log.absent
         problem = self.problem_of(partition, [] if absent is None else [absent])
         if problem is not None:
-            self._core.damaged(partition, problem)
+            partition.damaged(problem)
 
     def look_in_front(self, partition: Partition) -> None:
         """Record the missing files at the front of an only copy as damage, except tiered ones (N4).
@@ -140,14 +144,14 @@ class CorruptionManager:
             return
         leave_file = log.accept_missing(start)
         self.report(partition, log.damage[:1])
-        self._core.spawn(self._leave(partition, leave_file))
+        self._tasks.spawn(self._leave(partition, leave_file))
         partition.bounds_moved(urgent=True)
 
     async def _leave(self, partition: Partition, leave_file: Callable[[], None]) -> None:
         try:
             await partition.writer.disk.write(leave_file)
         except errors.PkError as failure:  # the next start finds the range again
-            self._core.metrics.refused(failure)
+            self._env.metrics.refused(failure)
 
     def problem_of(
         self, partition: Partition, more: Sequence[Damage] = ()

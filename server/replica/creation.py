@@ -1,7 +1,6 @@
 """Opens the logs in a broker's directories and creates the missing logs of assigned replicas.
 
-World-generic.  The metadata publisher (broker/metadata_publisher.py) owns a `ReplicaCreator`, which
-reads its image.  This module moves replicas into and out of the states UNOPENED and ABSENT
+World-generic.  This module moves replicas into and out of the states UNOPENED and ABSENT
 (replica/state.py).
 
 Invariants
@@ -23,16 +22,22 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
 from pk import errors
 from pk.log.creation import VISIT_MAX, NewPartition
 from pk.log.identity import Identity
+from pk.log.manager import LogManager
 from pk.log.plan import LogConfig
+from pk.server.metadata.cache import MetadataCache
 from pk.server.metadata.image import PartitionState
-from pk.server.replica.context import BrokerContext, MetadataView
-from pk.server.replica.partition import Partition
+from pk.server.replica.context import ControllerChannel, Environment
+from pk.server.replica.corruption import CorruptionManager
+from pk.server.replica.directory_reports import DirectoryReports
+from pk.server.replica.directory_writers import LogDirWriters
+from pk.server.replica.fetcher_manager import ReplicaFetcherManager
+from pk.server.replica.partition import Host, Partition
 from pk.server.replica.state import OPEN, ReplicaEvent, ReplicaState
 from pk.types import NONE, NodeId, PartitionKey, TopicPartition
 
@@ -42,9 +47,32 @@ RETRY_CREATE_MS = 5_000
 class ReplicaCreator:
     """Opens and creates the logs of one broker's replicas (N1 to N5)."""
 
-    def __init__(self, core: BrokerContext, publisher: MetadataView) -> None:
-        self._core = core
-        self._publisher = publisher
+    def __init__(
+        self,
+        env: Environment,
+        host: Host,
+        manager: LogManager,
+        partitions: dict[PartitionKey, Partition],
+        metadata: MetadataCache,
+        writers: LogDirWriters,
+        fetchers: ReplicaFetcherManager,
+        corruption: CorruptionManager,
+        controller: ControllerChannel,
+        reports: DirectoryReports,
+        lead_or_follow: Callable[[Partition, PartitionState], Coroutine[Any, Any, None]],
+    ) -> None:
+        self._env = env
+        self._host = host
+        self._manager = manager
+        self._replicas = host.replicas
+        self._partitions = partitions
+        self._metadata = metadata
+        self._writers = writers
+        self._fetchers = fetchers
+        self._corruption = corruption
+        self._controller = controller
+        self._reports = reports
+        self._lead_or_follow = lead_or_follow
         self._creating = asyncio.Lock()
         self._joined = False  #: N1
 
@@ -52,28 +80,28 @@ class ReplicaCreator:
 
     async def load(self) -> None:
         """Open the logs of every partition the image gives this broker."""
-        core = self._core
-        core.manager.gone, core.manager.named = self._gone, self._named
-        problems = await core.manager.load(self._config_of)
-        for where, why in core.manager.restored.items():
-            core.warn("identity_restored", directory=where, why=why)
-        if core.manager.ignored:
-            ignored, why = core.manager.ignored, "the name is not <topic>-<number>: left alone"
-            core.warn("directories_ignored", directories=ignored[:20], count=len(ignored), why=why)
+        self._manager.gone, self._manager.named = self._gone, self._named
+        problems = await self._manager.load(self._config_of)
+        for where, why in self._manager.restored.items():
+            self._env.warn("identity_restored", directory=where, why=why)
+        if self._manager.ignored:
+            ignored, why = self._manager.ignored, "the name is not <topic>-<number>: left alone"
+            facts = {"directories": ignored[:20], "count": len(ignored), "why": why}
+            self._env.warn("directories_ignored", **facts)
         for key, failure in problems:
             error = typed(failure)
             if isinstance(error, errors.LogUnidentified):  # of what partition: see `joined`
                 self._keep(error.details.get("directory", str(key)), error.message)
                 continue
-            core.replicas.on(key, ReplicaEvent.OPEN_FAILED, error)
+            self._replicas.on(key, ReplicaEvent.OPEN_FAILED, error)
             if isinstance(error, errors.CorruptLog):
-                core.metrics.damaged.inc()
-            core.warn("partition_offline", partition=str(key), error=error.message)
-        opened = sorted(core.manager.logs())
+                self._env.metrics.damaged.inc()
+            self._env.warn("partition_offline", partition=str(key), error=error.message)
+        opened = sorted(self._manager.logs())
         topics = self._topics_of(opened)
         for key in opened:
             self._adopt(key, topics[key.topic_id][1])
-            core.corruption.opened(core.partitions[key])
+            self._corruption.opened(self._partitions[key])
         self._miss_failed_directories()
         self._miss_the_tier()
 
@@ -82,15 +110,15 @@ class ReplicaCreator:
 
         Readers of these records are refused; the option may have been left out by mistake.
         """
-        logs = self._core.manager.logs().values()
+        logs = self._manager.logs().values()
         cold = sum(log.local_log_start > log.log_start for log in logs)
-        if cold and not self._core.tier.enabled:
+        if cold and not self._metadata.tier_enabled:
             why = "their older records are in the tier, and this server has no tier_url"
-            self._core.warn("tier_url_missing", partitions=cold, why=why)
+            self._env.warn("tier_url_missing", partitions=cold, why=why)
 
     def joined(self) -> bool:
         """True once: when the image first holds this process's registration (N1)."""
-        if self._joined or not self._publisher.registered():
+        if self._joined or not self._metadata.registered():
             return False
         self._joined = True
         self._miss_failed_directories()
@@ -99,11 +127,11 @@ class ReplicaCreator:
     async def give_up_strays(self) -> None:
         """Rename the strays, once every known log is open (N1, broker/metadata_publisher M3)."""
         try:
-            kept = await self._core.manager.discard_strays()
+            kept = await self._manager.discard_strays()
             for where in kept:
                 self._keep(where, "a partition that these metadata never knew")
         except errors.PkError as error:
-            self._core.warn("delete_failed", partition="strays", error=error.message)
+            self._env.warn("delete_failed", partition="strays", error=error.message)
 
     def _gone(self, found: Identity) -> bool:
         """Whether the image gives this broker no replica of that log's partition (rule L15).
@@ -111,40 +139,40 @@ class ReplicaCreator:
         False if the log is of another cluster, or newer than the image.  This method only reads the
         image, so a write lane may call it too.
         """
-        core, image = self._core, self._publisher.image
-        if (found.cluster_id, found.genesis) != (core.manager.cluster_id, image.genesis):
+        image = self._metadata.image
+        if (found.cluster_id, found.genesis) != (self._manager.cluster_id, image.genesis):
             return False
         if not 0 <= found.created <= image.offset:
             return False
         state = image.partition(found.key)
-        return state is None or core.node_id not in state.replicas
+        return state is None or self._env.node_id not in state.replicas
 
     def _named(self, key: PartitionKey) -> str:
         """The directory that the image names for the replica here; "" = none (rule R11)."""
-        state = self._publisher.image.partition(key)
-        return "" if state is None else state.directory_of(self._core.node_id)
+        state = self._metadata.image.partition(key)
+        return "" if state is None else state.directory_of(self._env.node_id)
 
     def _keep(self, where: str, why: str) -> None:
-        self._core.metrics.kept_directories.inc()
-        self._core.warn("directory_kept", directory=where, why=why)
+        self._env.metrics.kept_directories.inc()
+        self._env.warn("directory_kept", directory=where, why=why)
 
     def _miss_failed_directories(self) -> None:
         """Partitions that no working directory holds become UNOPENED if one has failed (N3)."""
-        failed = [each for each in self._core.manager.directories if each.failed is not None]
+        failed = [each for each in self._manager.directories if each.failed is not None]
         if not failed:
             return
         root = failed[0].disk.storage.root
-        for topic, number, _ in self._publisher.image.partitions_of(self._core.node_id):
+        for topic, number, _ in self._metadata.image.partitions_of(self._env.node_id):
             key = PartitionKey(topic.topic_id, number)
-            absent = self._core.replicas.state(key) is ReplicaState.ABSENT
-            if absent and not self._core.manager.is_stray(key):
+            absent = self._replicas.state(key) is ReplicaState.ABSENT
+            if absent and not self._manager.is_stray(key):
                 error = errors.StorageFailed(
                     f"{topic.name}-{number} is in no directory that works, so it is taken to be in "
                     f"{root}, which failed: {failed[0].failed}",
                     directory=root,
                 )
-                self._core.replicas.on(key, ReplicaEvent.OPEN_FAILED, error)
-                self._core.warn("partition_offline", partition=str(key), error=error.message)
+                self._replicas.on(key, ReplicaEvent.OPEN_FAILED, error)
+                self._env.warn("partition_offline", partition=str(key), error=error.message)
 
     # -- what is to be created -------------------------------------------------------------------
     def _config_of(self, topic_id: str, tp: TopicPartition) -> LogConfig | None:
@@ -152,52 +180,47 @@ class ReplicaCreator:
 
         None = the log is a stray (broker/metadata_publisher M3).
         """
-        state = self._publisher.image.partition(PartitionKey(topic_id, tp.partition))
-        if state is None or self._core.node_id not in state.replicas:
+        state = self._metadata.image.partition(PartitionKey(topic_id, tp.partition))
+        if state is None or self._env.node_id not in state.replicas:
             return None
-        return LogConfig.of(
-            self._publisher.settings_of(self._publisher.image.topics[topic_id].name)
-        )
+        return LogConfig.of(self._metadata.settings_of(self._metadata.image.topics[topic_id].name))
 
     def _adopt(self, key: PartitionKey, wanted: dict[str, Any]) -> None:
         """Host the partition `key`, whose log is open now."""
-        core = self._core
-        log = core.manager.get(key)
+        log = self._manager.get(key)
         assert log is not None
-        topic = self._publisher.image.topics[key.topic_id].name
+        topic = self._metadata.image.topics[key.topic_id].name
         partition = Partition(
-            core,
+            self._host,
             key,
             log,
-            core.writer_of(core.manager.disk_of(key)),
+            self._writers.of(self._manager.disk_of(key)),
             wanted,
-            tiered=self._publisher.is_tiered(topic, wanted),
+            tiered=self._metadata.is_tiered(topic, wanted),
         )
-        core.partitions[key] = partition
-        partition.update_high_watermark(
-            core.manager.high_watermark(key)
-        )  # R4 holds after a restart
+        self._partitions[key] = partition
+        # R4 holds after a restart
+        partition.update_high_watermark(self._manager.high_watermark(key))
 
     async def create_missing(self, keys: Sequence[PartitionKey], *, again: bool = False) -> None:
         """Create the logs of those of `keys` whose replica is assigned to this broker and not open.
 
         keys: at most `VISIT_MAX`.  again: also UNOPENED replicas (N2).
         """
-        core = self._core
         if not self._joined:
             return  # N1
         async with self._creating:
             missing = [
                 key
                 for key in keys
-                if (state := core.replicas.state(key)) not in OPEN
+                if (state := self._replicas.state(key)) not in OPEN
                 and (again or state is not ReplicaState.UNOPENED)
                 and self._is_mine(key)
             ]
             if not missing:
                 return
             topics = self._topics_of(missing)
-            outcomes = await core.manager.create_all(
+            outcomes = await self._manager.create_all(
                 [self._new(key, topics[key.topic_id][2], again) for key in missing]
             )
             made = dict(zip(missing, outcomes, strict=True))
@@ -212,12 +235,18 @@ class ReplicaCreator:
                 outcome.config = config
                 self._adopt(key, wanted)
             for key, outcome in made.items():
-                core.replicas.forget(key)
+                self._replicas.forget(key)
                 if not isinstance(outcome, errors.PkError):
-                    await self._publisher.discard(key, str(outcome.topic_partition))
+                    await discard(
+                        self._env,
+                        self._manager,
+                        self._reports,
+                        key,
+                        str(outcome.topic_partition),
+                    )
 
     def _new(self, key: PartitionKey, config: LogConfig, again: bool = False) -> NewPartition:
-        image = self._publisher.image
+        image = self._metadata.image
         tp = TopicPartition(image.topics[key.topic_id].name, key.partition)
         return NewPartition(
             tp, key.topic_id, config, again, image.genesis, image.offset, self._named(key)
@@ -228,21 +257,20 @@ class ReplicaCreator:
 
         An adopted log then serves as usual, and an empty log may replace a discarded one.
         """
-        core = self._core
         config = self._topics_of([key])[key.topic_id][2]
         try:
-            await core.manager.clear_operator_mark(self._new(key, config))
+            await self._manager.clear_operator_mark(self._new(key, config))
         except errors.PkError as error:  # tried again with the next change
-            core.warn("adoption_failed", partition=str(key), error=error.message)
+            self._env.warn("adoption_failed", partition=str(key), error=error.message)
             return
-        if isinstance(core.replicas.why_unopened(key), errors.LogMissing):
-            core.replicas.on(key, ReplicaEvent.DISCARD_KNOWN)
-        core.lifecycle.heartbeat_soon()
+        if isinstance(self._replicas.why_unopened(key), errors.LogMissing):
+            self._replicas.on(key, ReplicaEvent.DISCARD_KNOWN)
+        self._controller.heartbeat_soon()
 
     def _is_mine(self, key: PartitionKey) -> bool:
         """Whether the image gives this broker a replica of the partition."""
-        state = self._publisher.image.partition(key)
-        return state is not None and self._core.node_id in state.replicas
+        state = self._metadata.image.partition(key)
+        return state is not None and self._env.node_id in state.replicas
 
     def _topics_of(
         self, keys: Iterable[PartitionKey]
@@ -250,8 +278,8 @@ class ReplicaCreator:
         """Return name and settings of the topics of `keys`, by id; each topic is read once."""
         found = {}
         for topic_id in {key.topic_id: None for key in keys}:
-            name = self._publisher.image.topics[topic_id].name
-            wanted = self._publisher.settings_of(name)
+            name = self._metadata.image.topics[topic_id].name
+            wanted = self._metadata.settings_of(name)
             found[topic_id] = name, wanted, LogConfig.of(wanted)
         return found
 
@@ -259,64 +287,66 @@ class ReplicaCreator:
         """Make the replica UNOPENED and report it to the controller with an early heartbeat
         (N2).
         """
-        self._core.replicas.on(key, ReplicaEvent.OPEN_FAILED, error)
-        self._core.warn("create_failed", topic=topic, partition=key.partition, error=error.message)
-        self._core.lifecycle.heartbeat_soon()  # the controller elects another replica
+        self._replicas.on(key, ReplicaEvent.OPEN_FAILED, error)
+        self._env.warn("create_failed", topic=topic, partition=key.partition, error=error.message)
+        self._controller.heartbeat_soon()  # the controller elects another replica
 
     async def retry_unopened(self) -> None:
         """Reopen incomplete logs and create missing ones again, every RETRY_CREATE_MS (N2, N4)."""
         while True:
-            await self._core.clock.sleep_ms(RETRY_CREATE_MS)
-            for key in self._core.replicas.unopened():
-                if self._publisher.image.partition(key) is None:
-                    self._core.replicas.forget(key)
-            for each in [each for each in self._core.partitions.values() if each.reopenable]:
+            await self._env.clock.sleep_ms(RETRY_CREATE_MS)
+            for key in self._replicas.unopened():
+                if self._metadata.image.partition(key) is None:
+                    self._replicas.forget(key)
+            for each in [each for each in self._partitions.values() if each.reopenable]:
                 await self._guarded(self._reopen(each))
-            unopened = self._core.replicas.unopened()
+            unopened = self._replicas.unopened()
             waiting = [key for key, error in unopened.items() if error.retriable]
             for some in together(waiting):
                 await self._guarded(self.create_missing(some, again=True))
                 for key in some:
                     partition, state = (
-                        self._core.partitions.get(key),
-                        self._publisher.image.partition(key),
+                        self._partitions.get(key),
+                        self._metadata.image.partition(key),
                     )
                     if partition is not None and state is not None:
-                        await self._guarded(self._publisher.lead_or_follow(partition, state))
+                        await self._guarded(self._lead_or_follow(partition, state))
 
     async def _reopen(self, partition: Partition) -> None:
         """Open a log whose truncation a full disk interrupted, then lead or follow again (N4).
 
         While there is still no room, the partition stays OFFLINE.
         """
-        core, key = self._core, partition.key
-        await core.fetchers.wait_until_idle(partition)
-        if core.partitions.get(key) is not partition or not partition.reopenable:
+        key = partition.key
+        await self._fetchers.wait_until_idle(partition)
+        if self._partitions.get(key) is not partition or not partition.reopenable:
             return
         damage: errors.CorruptLog | None = None
         try:
-            await core.manager.reopen(key)
+            await self._manager.reopen(key)
         except errors.CorruptLog as found:
             damage = found
         except errors.PkError as error:
-            core.metrics.refused(error)
+            self._env.metrics.refused(error)
             return
-        if core.partitions.get(key) is not partition:
+        if self._partitions.get(key) is not partition:
             return
         partition.on(ReplicaEvent.REOPENED)
-        state = self._publisher.image.partition(key)
+        state = self._metadata.image.partition(key)
         if damage is not None:
-            core.storage_failed(partition, damage)
+            partition.storage_failed(damage)
         elif state is not None:
-            core.warn("partition_online", partition=str(partition), log_end=partition.log.log_end)
-            await self._publisher.lead_or_follow(partition, state)
+            self._env.warn(
+                "partition_online", partition=str(partition), log_end=partition.log.log_end
+            )
+            await self._lead_or_follow(partition, state)
 
     async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
         """Do `work`; a bug of pk in it does not prevent the retries of the other partitions."""
         try:
             await work
         except Exception as bug:
-            self._core.bug("creating a partition", bug)
+            self._env.bug("creating a partition", bug)
 
 
 def may_take_part(state: PartitionState, me: NodeId, *, has_log: bool) -> bool:
@@ -329,6 +359,21 @@ def may_take_part(state: PartitionState, me: NodeId, *, has_log: bool) -> bool:
     if me in (*state.isr, *state.elr):
         return False
     return has_log or state.leader not in (NONE, me) or state.replicas == (me,)
+
+
+async def discard(
+    env: Environment,
+    manager: LogManager,
+    reports: DirectoryReports,
+    key: PartitionKey,
+    name: str,
+) -> None:
+    """Delete the log of a replica that this broker should not have; `name` is for the log."""
+    reports.forget(key)
+    try:
+        await manager.delete(key)
+    except errors.PkError as error:
+        env.warn("delete_failed", partition=name, error=error.message)
 
 
 def together(keys: list[PartitionKey]) -> Iterator[list[PartitionKey]]:

@@ -21,16 +21,19 @@ import asyncio
 from collections import deque
 from collections.abc import Coroutine
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from pk import errors, limits
 from pk.backoff import Backoff, equal_jitter
 from pk.log.divergence import EpochEnd
+from pk.log.manager import LogManager
 from pk.log.storage import Buffer
+from pk.server.metadata.cache import MetadataCache
 from pk.server.metadata.image import PartitionState
 from pk.server.replica import follower
-from pk.server.replica.context import BrokerContext
+from pk.server.replica.context import BrokerClocks, ControllerChannel, Environment
 from pk.server.replica.partition import Partition
+from pk.server.replica.state import HostedReplicas
 from pk.tasks import TaskRegistry
 from pk.types import NONE, Epoch, NodeId, Offset, PartitionKey
 from pk.wire import frames
@@ -104,67 +107,44 @@ class PartitionFetchState:
             self.fetcher.again(self)
 
 
-class ReplicaFetcherManager:
-    """All followed partitions, by the broker that leads them."""
+class ShapeChanges(Protocol):
+    """Truncations and replacements of logs (replica/fetcher_manager.py)."""
 
-    def __init__(self, core: BrokerContext) -> None:
-        self.core = core
-        self._fetchers: dict[NodeId, ReplicaFetcher] = {}
-        #: logs that are being truncated or replaced; `wait_until_idle` waits for them (F2)
-        self.changing = TaskRegistry(partial(core.bug, "following a leader"))
+    @property
+    def changing(self) -> TaskRegistry: ...
 
-    async def wait_until_idle(self, partition: Partition) -> None:
-        """Wait until no append, truncation or replacement of the partition's log is under way."""
-        while (task := self.changing.get(partition.key)) is not None:
-            await asyncio.wait((task,))
-        await partition.writer.settled(partition)
-
-    def follow(self, partition: Partition, state: PartitionState) -> None:
-        """Fetch `partition` from the leader that `state` names; do nothing if it is fetched
-        already.
-        """
-        known = partition.replica
-        if isinstance(known, PartitionFetchState):
-            same = known.fetcher.leader == state.leader
-            if same and known.leader_epoch == state.leader_epoch:
-                known.unclean_epoch = state.unclean_epoch
-                return
-            self.leave(partition)
-        fetcher = self._fetchers.get(state.leader)
-        if fetcher is None:
-            fetcher = self._fetchers[state.leader] = ReplicaFetcher(self.core, state.leader)
-        replica = PartitionFetchState(fetcher, partition, state)
-        partition.follow(replica)
-        fetcher.add(replica)
-
-    def leave(self, partition: Partition) -> None:
-        """Stop fetching: this broker leads, the replica was removed, or no broker leads."""
-        replica = partition.detach()
-        if isinstance(replica, PartitionFetchState):
-            replica.fetcher.remove(replica)
-
-    def brokers_changed(self) -> None:
-        """Reconnect the streams whose leader's address, or whose broker epoch, has changed."""
-        for fetcher in self._fetchers.values():
-            fetcher.look_again()
-
-    async def close(self) -> None:
-        for fetcher in list(self._fetchers.values()):
-            await fetcher.close()
-        await self.changing.close()
+    async def wait_until_idle(self, partition: Partition) -> None: ...
 
 
 class ReplicaFetcher:
     """The fetch stream to one leader, and the replicas that it serves."""
 
-    def __init__(self, core: BrokerContext, leader: NodeId) -> None:
-        self.core = core
+    def __init__(
+        self,
+        env: Environment,
+        hello: wire.Hello,
+        logs: LogManager,
+        hosted: HostedReplicas,
+        metadata: MetadataCache,
+        controller: ControllerChannel,
+        clocks: BrokerClocks,
+        shapes: ShapeChanges,
+        leader: NodeId,
+    ) -> None:
+        self._env = env
+        self._hello = hello
+        self._logs = logs
+        self._hosted = hosted
+        self._metadata = metadata
+        self._controller = controller
+        self._clocks = clocks
+        self._shapes = shapes
         self.leader = leader
         self._replicas: dict[PartitionKey, PartitionFetchState] = {}
-        self._tasks = TaskRegistry(partial(core.bug, "following a leader"))
+        self._tasks = TaskRegistry(partial(env.bug, "following a leader"))
         self._started = False
         self._stream: Stream | None = None
-        self._jitter = equal_jitter(core.world.rng)
+        self._jitter = equal_jitter(env.world.rng)
         self._session: tuple[str, int] = ("", NONE)  #: address and broker epoch of the stream
         self._positions: deque[PartitionFetchState] = deque()  #: positions to set
         self._position_id = 0  #: the number of the newest position
@@ -215,7 +195,7 @@ class ReplicaFetcher:
         self.again(replica, FULL_MS)
 
     async def _later(self, replica: PartitionFetchState, wait_ms: float) -> None:
-        await self.core.clock.sleep_ms(self._jitter(wait_ms))
+        await self._env.clock.sleep_ms(self._jitter(wait_ms))
         self._place_soon(replica)
 
     def _place_soon(self, replica: PartitionFetchState) -> None:
@@ -225,10 +205,10 @@ class ReplicaFetcher:
     async def _place(self, replica: PartitionFetchState) -> None:
         """Set the fetch position once every append to the log is written or undone (F2)."""
         replica.placed = False
-        await self.core.fetchers.wait_until_idle(replica.partition)
+        await self._shapes.wait_until_idle(replica.partition)
         if replica.current and not replica.placed:
             if replica.partition.log.blank:
-                if replica.key not in self.core.fetchers.changing:
+                if replica.key not in self._shapes.changing:
                     self._change(replica, self._begin_blank(replica))
                 return
             # An unclean leader may lack what its predecessor had committed beyond this log's end.
@@ -261,7 +241,7 @@ class ReplicaFetcher:
             self._stream.close()
 
     def _wanted_session(self) -> tuple[str, int]:
-        return self.core.address_of(self.leader), self.core.lifecycle.broker_epoch
+        return self._metadata.address_of(self.leader), self._controller.broker_epoch
 
     async def _run(self) -> None:
         """Keep a connection to the leader, one after another, as long as there is something to
@@ -274,11 +254,11 @@ class ReplicaFetcher:
                     await self._connection()
                     backoff.reset()
                 except (Disconnected, TimeoutError, errors.PkError) as cause:
-                    self.core.metrics.fetch_breaks.inc()
+                    self._env.metrics.fetch_breaks.inc()
                     if isinstance(cause, errors.PkError):
-                        self.core.metrics.refused(cause)
+                        self._env.metrics.refused(cause)
                 except Exception as bug:
-                    self.core.bug("fetching from a leader", bug)
+                    self._env.bug("fetching from a leader", bug)
             if await self._pause(backoff.next_ms() if self._replicas else None):
                 backoff.reset()
 
@@ -301,7 +281,7 @@ class ReplicaFetcher:
             return
         async with asyncio.timeout(CONNECT_MS / 1000):
             stream, _ = await open_stream(
-                self.core.world.network, session[0], StreamKind.FETCH, self.core.hello
+                self._env.world.network, session[0], StreamKind.FETCH, self._hello
             )
         if session != self._wanted_session():  # the change came while there was no stream to close
             stream.close()
@@ -338,7 +318,7 @@ class ReplicaFetcher:
         except Disconnected:
             return  # the reader notices too
         except Exception as bug:
-            self.core.bug("telling a leader", bug)
+            self._env.bug("telling a leader", bug)
             stream.close()
 
     def _request(self, broker_epoch: int) -> wire.FetchRequest | None:
@@ -348,7 +328,7 @@ class ReplicaFetcher:
         if not (self._positions or self._confirm or self._forget or self._credit or self._full):
             return None
         request = wire.FetchRequest(
-            replica_id=self.core.node_id,
+            replica_id=self._env.node_id,
             replica_epoch=broker_epoch,
             max_bytes=limits.FRAME_BYTES,
             credit_bytes=self._credit,
@@ -405,11 +385,11 @@ class ReplicaFetcher:
             await partition.writer.disk.write(partition.log.flush)
         # no descriptor to open a sealed segment: no data is lost
         except errors.StorageFull as passing:
-            self.core.metrics.refused(passing)
+            self._env.metrics.refused(passing)
             self.again(replica, FULL_MS)
             return
         except errors.PkError as error:
-            self.core.storage_failed(partition, error)
+            partition.storage_failed(error)
             return
         await self._place(replica)
 
@@ -440,7 +420,7 @@ class ReplicaFetcher:
         if replica is None or entry.position_id != replica.position_id or not replica.placed:
             return False  # F1
         if entry.HasField("error"):
-            self.core.metrics.refused(frames.raise_error(entry.error))
+            self._env.metrics.refused(frames.raise_error(entry.error))
             self.again(replica)
             return False
         if entry.HasField("diverging"):
@@ -460,17 +440,18 @@ class ReplicaFetcher:
         if taken:
             try:
                 partition.append_fetched(
-                    payload, self.core.clocks.now().activity_ms, entry.leader_epoch
+                    payload, self._clocks.now().activity_ms, entry.leader_epoch
                 )
             except errors.PkError as error:
-                self.core.metrics.refused(error)
-                self.core.warn(
+                self._env.metrics.refused(error)
+                self._env.warn(
                     "fetched_batch_refused", partition=str(partition), error=error.message
                 )
                 self.again(replica)
                 return False
         replica.refusals.reset()
-        self.core.publisher.compared(replica.key)
+        if self._hosted.compared(replica.key):  # broker/metadata_publisher M8
+            self._controller.replica_online(replica.key)
         replica.owed += entry.payload_bytes
         partition.update_high_watermark(entry.high_watermark)
         replica.log_start = entry.log_start
@@ -485,7 +466,7 @@ class ReplicaFetcher:
         Nothing else changes the log meanwhile.
         """
         replica.placed = False
-        changing, key = self.core.fetchers.changing, replica.key
+        changing, key = self._shapes.changing, replica.key
         assert key not in changing, "a position is answered once"
         task = changing.spawn(self._try(replica, work), key)
 
@@ -503,15 +484,15 @@ class ReplicaFetcher:
             await work
         except errors.PkError as error:
             if isinstance(error, errors.StorageFull) and not replica.partition.log.torn:
-                self.core.metrics.refused(error)
-                replica.partition.writer.space.storage_full(self.core.now_ms)
+                self._env.metrics.refused(error)
+                replica.partition.writer.space.storage_full(self._env.now_ms)
                 return False
-            self.core.storage_failed(replica.partition, error)
+            replica.partition.storage_failed(error)
         return True
 
     async def _cut(self, replica: PartitionFetchState, theirs: EpochEnd) -> None:
         """Truncate the log to the end of the newest epoch that both logs may share (F3)."""
-        partition, log, core = replica.partition, replica.partition.log, self.core
+        partition, log, env = replica.partition, replica.partition.log, self._env
         await partition.writer.settled(partition)
         if not replica.current:
             return
@@ -525,23 +506,23 @@ class ReplicaFetcher:
                 unclean=_given_up(replica, known),
             )
         except errors.LogTruncated as refusal:
-            _refused(core, partition, refusal)
+            _refused(env, partition, refusal)
             return
         facts = {"partition": str(partition), "log_end": log.log_end, "offset": cut.offset}
         if cut.offset < log.log_end:
-            core.metrics.truncations.inc()
-            core.warn("log_cut", leader_epoch=replica.leader_epoch, **facts)
+            env.metrics.truncations.inc()
+            env.warn("log_cut", leader_epoch=replica.leader_epoch, **facts)
         if cut.below_watermark:
-            core.metrics.committed_cut.inc(known - cut.offset)
-            core.warn("committed_records_cut", high_watermark=known, **facts)
+            env.metrics.committed_cut.inc(known - cut.offset)
+            env.warn("committed_records_cut", high_watermark=known, **facts)
         partition.cut_watermark(cut.offset)
-        await core.manager.cut(partition.key, cut.offset)
+        await self._logs.cut(partition.key, cut.offset)
 
     async def _start_anew(
         self, replica: PartitionFetchState, told: wire.StartAt, log_start: Offset
     ) -> None:
         """Drop the local log and begin at the leader's START_AT answer (rule R5)."""
-        partition, core = replica.partition, self.core
+        partition, env = replica.partition, self._env
         await partition.writer.settled(partition)
         if not replica.current:
             return
@@ -549,10 +530,10 @@ class ReplicaFetcher:
         try:
             follower.check_start(offset, high_watermark=known, unclean=_given_up(replica, known))
         except errors.LogTruncated as refusal:
-            _refused(core, partition, refusal)
+            _refused(env, partition, refusal)
             return
         if known > offset:
-            core.metrics.committed_cut.inc(known - offset)
+            env.metrics.committed_cut.inc(known - offset)
         await self._begin(replica, offset, told.producer_snapshot, log_start)
 
     async def _begin_blank(self, replica: PartitionFetchState) -> None:
@@ -566,16 +547,16 @@ class ReplicaFetcher:
     async def _begin(
         self, replica: PartitionFetchState, offset: Offset, snapshot: bytes, log_start: Offset
     ) -> None:
-        partition, log, core = replica.partition, replica.partition.log, self.core
-        core.metrics.starts_anew.inc()
+        partition, log, env = replica.partition, replica.partition.log, self._env
+        env.metrics.starts_anew.inc()
         facts = {
             "log_end": log.log_end,
             "offset": offset,
             "high_watermark": partition.high_watermark,
         }
-        core.warn("log_begun_anew", partition=str(partition), **facts)
+        env.warn("log_begun_anew", partition=str(partition), **facts)
         partition.cut_watermark(0)
-        await core.manager.start_anew(partition.key, offset, snapshot, log_start=log_start)
+        await self._logs.start_anew(partition.key, offset, snapshot, log_start=log_start)
 
 
 def _given_up(replica: PartitionFetchState, known: Offset) -> bool:
@@ -583,10 +564,10 @@ def _given_up(replica: PartitionFetchState, known: Offset) -> bool:
     return replica.unclean_epoch > replica.partition.log.epochs.epoch_of(known - 1)
 
 
-def _refused(core: BrokerContext, partition: Partition, refusal: errors.LogTruncated) -> None:
+def _refused(env: Environment, partition: Partition, refusal: errors.LogTruncated) -> None:
     """Take the replica offline: one of the two logs is damaged, and an operator must look (F3)."""
-    core.metrics.violations.inc()
-    core.replica_failed(partition, errors.CorruptLog(refusal.message, **refusal.details))
+    env.metrics.violations.inc()
+    partition.replica_failed(errors.CorruptLog(refusal.message, **refusal.details))
 
 
 def _kept_end(partition: Partition) -> Offset:

@@ -51,9 +51,7 @@ class Host(Protocol):
     def node_id(self) -> NodeId: ...
 
     @property
-    def now_ms(self) -> int:
-        """Return the time of the monotonic clock."""
-        ...
+    def now_ms(self) -> int: ...  # of the monotonic clock
 
     @property
     def purgatory(self) -> ProducePurgatory[DelayedProduce]: ...
@@ -70,6 +68,10 @@ class Host(Protocol):
         ...
 
     def storage_failed(self, partition: Partition, error: errors.PkError) -> None: ...
+
+    def replica_failed(self, partition: Partition, error: errors.PkError) -> None: ...
+
+    def damaged(self, partition: Partition, error: errors.CorruptLog) -> None: ...
 
     def retain_soon(self, key: PartitionKey) -> None: ...
 
@@ -103,8 +105,7 @@ class Partition:
         self.unclean = False  #: the current epoch came from an unclean election (rules R3, T4)
         self._watchers: dict[Watcher, None] = {}
         self._followers: dict[EndWatcher, None] = {}
-        #: the high watermark as the leader last reported it, or as this replica knew it as the
-        #: leader
+        #: the high watermark as the leader last reported it, or as this replica knew it as leader
         self._leader_watermark: Offset = 0
         self.leader_log_start: Offset = 0  #: as last reported by the leader, or by the tier's table
         self._deletions = Deletions()
@@ -136,6 +137,18 @@ class Partition:
         if self._host.replicas.get(self.key) is not self.hosted:
             raise IllegalTransition(f"{self}: {event.name} of a log that was removed or replaced")
         self._host.replicas.on(self.key, event, cause)
+
+    def storage_failed(self, error: errors.PkError) -> None:
+        """Report a failed read, write or truncation; the broker decides what goes offline."""
+        self._host.storage_failed(self, error)
+
+    def replica_failed(self, error: errors.PkError) -> None:
+        """Report a failure of this replica alone (rules R4, L9)."""
+        self._host.replica_failed(self, error)
+
+    def damaged(self, error: errors.CorruptLog) -> None:
+        """Report damage after which this replica is not served (rule L9)."""
+        self._host.damaged(self, error)
 
     def serving(self, epoch: Epoch = NONE) -> Leader:
         """Return the `Leader`; raise if this broker does not lead, or `epoch` is not current."""
@@ -310,7 +323,7 @@ class Partition:
         if isinstance(error, errors.StorageFull):
             self.writer.space.storage_full(self._host.now_ms)
         if isinstance(error, errors.StorageFailed | errors.CorruptLog):
-            self._host.storage_failed(self, error)
+            self.storage_failed(error)
         elif self.replica is not None:
             self.replica.not_stored(error)
 

@@ -25,20 +25,28 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from pk import errors
 from pk.backoff import Backoff, equal_jitter
+from pk.log.manager import LogManager
+from pk.server.metadata.cache import MetadataCache
 from pk.server.metadata.image import PartitionState
+from pk.server.replica.context import ControllerChannel, Environment
+from pk.server.replica.fetcher_manager import ReplicaFetcherManager
 from pk.server.replica.partition import Partition
 from pk.server.replica.state import ReplicaEvent, ReplicaState
-from pk.server.tier.context import TierContext
+from pk.server.tier.client import TierClient
 from pk.tasks import TaskRegistry
 from pk.types import Epoch, Offset, PartitionKey
 from pk.wire import pk_pb2 as wire
 
 BACKOFF_MS = (200, 5_000)
 ALTER_TIMEOUT_MS = 5_000
+
+#: Makes this broker the leader of a partition whose table is claimed.
+Lead = Callable[[Partition, PartitionState], None]
 
 
 def agrees(
@@ -87,21 +95,36 @@ def _note_covered(partition: Partition, end: Offset) -> None:
 class EpochFence:
     """The claims that are under way, one task per partition, and the reports about them."""
 
-    def __init__(self, core: TierContext) -> None:
-        self._core = core
-        self._tasks = TaskRegistry(partial(core.bug, "claiming a table"))  #: tasks by partition
+    def __init__(
+        self,
+        env: Environment,
+        manager: LogManager,
+        partitions: Mapping[PartitionKey, Partition],
+        metadata: MetadataCache,
+        fetchers: ReplicaFetcherManager,
+        tier: TierClient,
+        controller: ControllerChannel,
+    ) -> None:
+        self._env = env
+        self._manager = manager
+        self._partitions = partitions
+        self._metadata = metadata
+        self._fetchers = fetchers
+        self._tier = tier
+        self._controller = controller
+        self._tasks = TaskRegistry(partial(env.bug, "claiming a table"))  #: tasks by partition
         self._epochs: dict[PartitionKey, int] = {}
 
     def epoch(self, key: PartitionKey) -> int | None:
         """Return the leader epoch of the running claim; None = no claim."""
         return self._epochs.get(key)
 
-    def begin(self, partition: Partition, state: PartitionState) -> None:
-        """Claim the table for the epoch of `state`; a claim for an older epoch ends."""
+    def begin(self, partition: Partition, state: PartitionState, lead: Lead) -> None:
+        """Claim the table for the epoch of `state`, then call `lead`; an older claim ends."""
         self.cancel(partition.key)
         waits = f"{partition}: an unclean leader waits for the tier's table (rule T4)"
         partition.fail(errors.TierUnavailable(waits), ReplicaEvent.RECOVERY_BEGUN)
-        self._tasks.spawn(self._claim(partition, state), partition.key)
+        self._tasks.spawn(self._claim(partition, state, lead), partition.key)
         self._epochs[partition.key] = state.leader_epoch
 
     def give_up(self, partition: Partition) -> None:
@@ -121,26 +144,26 @@ class EpochFence:
         self._epochs.clear()
         await self._tasks.close()
 
-    async def _claim(self, partition: Partition, state: PartitionState) -> None:
-        core = self._core
-        backoff = Backoff(BACKOFF_MS, equal_jitter(core.world.rng))
+    async def _claim(self, partition: Partition, state: PartitionState, lead: Lead) -> None:
+        env = self._env
+        backoff = Backoff(BACKOFF_MS, equal_jitter(env.world.rng))
         while True:
             try:
-                await core.fetchers.wait_until_idle(partition)
-                table = await core.tier.claim(partition, state.leader_epoch, commit=True)
+                await self._fetchers.wait_until_idle(partition)
+                table = await self._tier.claim(partition, state.leader_epoch, commit=True)
                 await self._compare(partition, table)
                 break
             except errors.PkError as error:
                 partition.on(ReplicaEvent.RECOVERY_FAILED, error)
             except Exception as bug:
-                core.bug("claiming a table", bug)
-            await core.clock.sleep_ms(backoff.next_ms())
+                env.bug("claiming a table", bug)
+            await env.clock.sleep_ms(backoff.next_ms())
         self._epochs.pop(partition.key, None)
         partition.on(ReplicaEvent.RECOVERED)
-        now = core.publisher.image.partition(partition.key)
-        if now is None or now.leader_epoch != state.leader_epoch or now.leader != core.node_id:
+        now = self._metadata.image.partition(partition.key)
+        if now is None or now.leader_epoch != state.leader_epoch or now.leader != env.node_id:
             return  # K1: the replica follows the leader of the newer epoch
-        core.publisher.take_office(partition, now)
+        lead(partition, now)
         await self._report_recovered(partition, state.leader_epoch)
 
     async def _compare(self, partition: Partition, table: wire.TierClaimReply) -> None:
@@ -152,35 +175,35 @@ class EpochFence:
         local_start = log.segments[0].base_offset
         epoch = log.epochs.epoch_of(table.end - 1)
         if agrees(log.written_end, epoch, table, local_start=local_start, log_start=before):
-            await self._core.manager.move_log_starts({partition.key: start})
+            await self._manager.move_log_starts({partition.key: start})
             _note_covered(partition, table.end)
             return
         if went_on_without(log.epochs.epoch_of(log.written_end - 1), table):
             _note_covered(partition, log.local_log_start)
-            self._core.warn("log_passed_tier", partition=str(partition), table_end=table.end)
+            self._env.warn("log_passed_tier", partition=str(partition), table_end=table.end)
             return
-        self._core.warn(
+        self._env.warn(
             "tier_wins",
             partition=str(partition),
             local_end=log.written_end,
             table_end=table.end,
         )
         work = self._begin_at_table(partition, table.end, start)
-        task = self._core.fetchers.changing.spawn(work, partition.key)
+        task = self._fetchers.changing.spawn(work, partition.key)
         await asyncio.shield(task)  # if the claim ends, the change of the log is still completed
 
     async def _begin_at_table(self, partition: Partition, end: Offset, start: Offset) -> None:
         # The table's records below its end still belong to the log, except those that were deleted
         # before (rule T9).  The log start may lie beyond the table's end.
-        core, key = self._core, partition.key
+        key = partition.key
         partition.cut_watermark(0)
         try:
-            await core.manager.start_anew(key, max(end, start), log_start=start)
+            await self._manager.start_anew(key, max(end, start), log_start=start)
         except errors.PkError as error:
             if not partition.log.torn:
                 raise
-            if core.partitions.get(key) is partition:  # K5
-                core.storage_failed(partition, error)
+            if self._partitions.get(key) is partition:  # K5
+                partition.storage_failed(error)
             return
         _note_covered(partition, end)
 
@@ -191,14 +214,14 @@ class EpochFence:
         Until then the controller counts the leader as waiting for its table, and does not move the
         lead.
         """
-        core, key = self._core, partition.key
-        backoff = Backoff(BACKOFF_MS, equal_jitter(core.world.rng))
+        env, controller, key = self._env, self._controller, partition.key
+        backoff = Backoff(BACKOFF_MS, equal_jitter(env.world.rng))
         while True:
-            now = core.publisher.image.partition(key)
+            now = self._metadata.image.partition(key)
             if now is None or not now.unclean or partition.leader_epoch != leader_epoch:
                 return
             request = wire.AlterPartitionRequest(
-                broker_id=core.node_id, broker_epoch=core.lifecycle.broker_epoch
+                broker_id=env.node_id, broker_epoch=controller.broker_epoch
             )
             request.items.add(
                 topic_id=key.topic_id,
@@ -206,11 +229,11 @@ class EpochFence:
                 leader_epoch=leader_epoch,
                 partition_epoch=now.partition_epoch,
                 new_isr=now.isr,
-                isr_broker_epochs=[core.lifecycle.broker_epoch] * len(now.isr),
+                isr_broker_epochs=[controller.broker_epoch] * len(now.isr),
                 recovered=True,
             )
             try:
-                await core.lifecycle.call(request, ALTER_TIMEOUT_MS)
+                await controller.call(request, ALTER_TIMEOUT_MS)
             except errors.PkError as error:
-                core.warn("recovered_not_told", partition=str(partition), error=error.message)
-            await core.clock.sleep_ms(backoff.next_ms())
+                env.warn("recovered_not_told", partition=str(partition), error=error.message)
+            await env.clock.sleep_ms(backoff.next_ms())

@@ -23,7 +23,9 @@ from functools import partial
 
 from pk import errors
 from pk.backoff import Backoff
-from pk.server.tier.context import TierContext
+from pk.server.metadata.cache import MetadataCache
+from pk.server.replica.context import ControllerChannel, Environment
+from pk.server.tier.client import TierClient
 from pk.tasks import TaskRegistry
 from pk.types import TopicId
 from pk.wire import pk_pb2 as wire
@@ -37,13 +39,22 @@ BACKOFF_MS = (1_000, 60_000)
 class Purges:
     """One task per table; it repeats until the table is gone and the mark has ended."""
 
-    def __init__(self, core: TierContext) -> None:
-        self._core = core
-        self._tasks = TaskRegistry(partial(core.bug, "purging the tier"))  #: named by topic id
+    def __init__(
+        self,
+        env: Environment,
+        metadata: MetadataCache,
+        tier: TierClient,
+        controller: ControllerChannel,
+    ) -> None:
+        self._env = env
+        self._metadata = metadata
+        self._tier = tier
+        self._controller = controller
+        self._tasks = TaskRegistry(partial(env.bug, "purging the tier"))  #: named by topic id
         self._turns = asyncio.Semaphore(PURGES_AT_ONCE)
 
     def begin(self, topic_id: TopicId, topic: str) -> None:
-        if topic_id in self._tasks or not self._core.tier.enabled:
+        if topic_id in self._tasks or not self._tier.enabled:
             return
         self._tasks.spawn(self._purge(topic_id, topic), topic_id)
 
@@ -51,26 +62,28 @@ class Purges:
         await self._tasks.close()
 
     async def _purge(self, topic_id: TopicId, topic: str) -> None:
-        core = self._core
-        delay_ms = core.publisher.settings_of(topic)["file_delete_delay_ms"]
+        env = self._env
+        delay_ms = self._metadata.settings_of(topic)["file_delete_delay_ms"]
         backoff = Backoff((max(BACKOFF_MS[0], 2 * delay_ms), BACKOFF_MS[1]))
         while True:
-            await core.clock.sleep_ms(delay_ms)
+            await env.clock.sleep_ms(delay_ms)
             try:
                 async with self._turns:
-                    reply = await core.tier.purge(topic_id, topic)
-                core.warn("tier_purged", topic=topic, uri=reply.uri, objects=reply.objects)
+                    reply = await self._tier.purge(topic_id, topic)
+                env.warn("tier_purged", topic=topic, uri=reply.uri, objects=reply.objects)
                 await self._report(topic_id)
                 return
             except errors.PkError as error:
-                core.warn("tier_not_purged", topic=topic, error=error.message)
+                env.warn("tier_not_purged", topic=topic, error=error.message)
                 delay_ms = backoff.next_ms()
 
     async def _report(self, topic_id: TopicId) -> None:
         """Report to the controller that nothing is left (D3), unless the mark has ended."""
-        lifecycle = self._core.lifecycle
-        if topic_id in self._core.publisher.image.purges:
+        controller = self._controller
+        if topic_id in self._metadata.image.purges:
             request = wire.TierPurgedRequest(
-                broker_id=self._core.node_id, broker_epoch=lifecycle.broker_epoch, topic_id=topic_id
+                broker_id=self._env.node_id,
+                broker_epoch=controller.broker_epoch,
+                topic_id=topic_id,
             )
-            await lifecycle.call(request, REPORT_TIMEOUT_MS)
+            await controller.call(request, REPORT_TIMEOUT_MS)

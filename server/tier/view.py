@@ -1,6 +1,6 @@
 """The feed of partition changes from the broker to its tier process.
 
-Sans-IO.  `TierFeed` answers the tier's long poll with the partitions that changed since the
+World-generic.  `TierFeed` answers the tier's long poll with the partitions that changed since the
 generation of the request (rule P6).  So a poll costs O(changes), not O(partitions).
 
 Invariants
@@ -9,6 +9,7 @@ Invariants
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 from pk.types import PartitionKey
@@ -27,6 +28,7 @@ class TierFeed:
         #: id of this broker process; when it changes, the tier asks for the full list
         self.session_id = session_id
         self.generation = 1
+        self.moved = asyncio.Event()  #: set when a waiting poll should look again
         self._changed: dict[PartitionKey, int] = {}  #: oldest change first
         self._gone: dict[PartitionKey, str] = {}  #: tombstones: key -> topic name
         self._oldest_complete = 0

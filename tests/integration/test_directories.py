@@ -1,4 +1,4 @@
-"""Several data directories under one real node, one of which fails (rule L2, broker/core B3)."""
+"""Several data directories of a real node, one of which fails (rule L2, broker/failures B3)."""
 
 from __future__ import annotations
 

@@ -181,7 +181,11 @@ class Kit:
         """Withhold all new metadata from broker `n` until the returned function is called; it then
         gets them in one chunk.
         """
-        follower, clock, held = self.brokers[n].core.publisher, self.brokers[n].core.clock, [True]
+        follower, clock, held = (
+            self.brokers[n].core.publisher,
+            self.brokers[n].core.env.clock,
+            [True],
+        )
         poll = follower._poll
 
         async def later(wait_ms: int) -> Any:

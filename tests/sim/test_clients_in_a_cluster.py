@@ -13,7 +13,6 @@ import pytest
 from pk import errors
 from pk.client.fetcher_events import Seek
 from pk.client.network_client import HEDGE_MS, PING_MS
-from pk.server.handlers.metadata import metadata
 from pk.types import TopicPartition
 from pk.wire import pk_pb2 as wire
 from tests.kit.cluster import SESSION_MS, Lines, Reader
@@ -396,8 +395,8 @@ def test_metadata_names_the_offset_that_its_content_is_of(make: Any) -> None:
     kit = make(9)
     kit.create("t")
     core = kit.brokers[1].core
-    kit.until(lambda: core.publisher.reacted == core.publisher.image.offset)
+    kit.until(lambda: core.publisher.reacted == core.metadata.image.offset)
     core.publisher.reacted -= 1  # the reaction to the last records is under way
-    reply = metadata(core, wire.MetadataRequest())
+    reply = kit.brokers[1]._streams_of.metadata.reply(wire.MetadataRequest())
     assert [topic.name for topic in reply.topics] == ["t"]
-    assert reply.metadata_offset == core.publisher.image.offset
+    assert reply.metadata_offset == core.metadata.image.offset

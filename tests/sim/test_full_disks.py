@@ -112,14 +112,14 @@ def test_a_log_that_was_left_half_way_goes_on_when_there_is_room(make: Any, step
     kit.until(lambda: full.hits and not kit.replica(old, "t").online)
     assert kit.replica(old, "t").log.torn
     core = kit.brokers[old].core
-    assert len(core.offline_replicas()) == 1
+    assert len(core.report.offline_replicas()) == 1
     kit.wait(12_000)
     assert kit.replica(old, "t").log.torn
     assert not kit.replica(old, "t").online
     assert old not in kit.state("t").isr
     full.end()
     kit.until(lambda: kit.in_sync("t"))
-    assert not core.offline_replicas()
+    assert not core.report.offline_replicas()
     assert len({kit.content(n, "t") for n in (1, 2, 3)}) == 1
     assert not kit.bugs
     found = ledger.rows().values()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pk import errors
-from pk.server.broker.scheduler import flush
+from pk.server.broker.flushes import flush
 from pk.wire import pk_pb2 as wire
 from tests.kit.cluster import Kit, Ledger, written
 
@@ -31,7 +31,8 @@ def test_a_watermark_of_lost_records_does_not_outlive_them(make: Any) -> None:
     kit.create("t", min_insync_replicas=3)
     written(kit, "t", 300)
     for n in (1, 2, 3):
-        on_disk(kit, n, flush(kit.brokers[n].core, kit.replica(n, "t")))
+        core = kit.brokers[n].core
+        on_disk(kit, n, flush(core.env, core.due, kit.replica(n, "t")))
     written(kit, "t", 600)
     for n in (1, 2, 3):
         on_disk(kit, n, kit.brokers[n].core.manager.checkpoint())

@@ -115,7 +115,7 @@ def test_a_snapshot_of_who_leads_no_more_is_not_where_to_begin(make: Any) -> Non
         if getattr(work, "func", None) == log.snapshot_at:
             asked.append(work)
             while asked:
-                await kit.brokers[leader].core.clock.sleep_ms(1)
+                await kit.brokers[leader].core.env.clock.sleep_ms(1)
         return await read(work)
 
     kit.empty_disk(n)
@@ -127,7 +127,7 @@ def test_a_snapshot_of_who_leads_no_more_is_not_where_to_begin(make: Any) -> Non
     release = kit.hold_metadata(n)
     kit.wait(POLL_WAIT_MS)  # what it asks for already
     kit.sim.network.cut(f"b{leader}", f"b{second}")  # it comes back with nothing
-    kit.brokers[leader].core.storage_failed(partition, errors.CorruptLog("damaged"))
+    kit.brokers[leader].core.failures.storage_failed(partition, errors.CorruptLog("damaged"))
     kit.until(lambda: kit.events("replica_made_anew") == 1)
     kit.wait(1_000)
     asked.clear()

@@ -32,7 +32,7 @@ def outside(kit: Kit, topic: str) -> tuple[int, int]:
 
 
 def damage(kit: Kit, topic: str, n: int) -> None:
-    kit.brokers[n].core.storage_failed(kit.replica(n, topic), errors.CorruptLog("damaged"))
+    kit.brokers[n].core.failures.storage_failed(kit.replica(n, topic), errors.CorruptLog("damaged"))
 
 
 def test_a_replica_made_anew_joins_when_its_leader_has_compared_it(make: Any) -> None:
@@ -109,12 +109,12 @@ def test_a_replica_is_not_made_anew_before_the_controller_knows(make: Any) -> No
     leader, _, n = kit.state("t").replicas
     kit.sim.network.cut(f"b{leader}", f"b{n}")
     ledger.more(200)
-    follower = kit.brokers[n].core.publisher
+    core = kit.brokers[n].core
     key = kit.replica(n, "t").key
-    kit.until(lambda: n not in follower.image.partition(key).isr)
+    kit.until(lambda: n not in core.metadata.image.partition(key).isr)
     ledger.stop()
     damage(kit, "t", n)
-    task = kit.sim.spawn(f"b{n}", follower._settle(key))
+    task = kit.sim.spawn(f"b{n}", core.replica_manager.settle(key))
     kit.until(task.done)
     assert kit.events("replica_made_anew") == 0
     kit.sim.network.heal(f"b{leader}", f"b{n}")
@@ -142,12 +142,12 @@ def test_a_replica_is_not_made_anew_on_an_image_from_before_the_answer(make: Any
         return await call(request, timeout_ms)
 
     kit.sim.network.heal(f"b{n}", "controller")
-    kit.until(lambda: n not in core.publisher.image.partition(key).isr)
+    kit.until(lambda: n not in core.metadata.image.partition(key).isr)
     core.lifecycle.call = stands
     kit.wait(POLL_WAIT_MS)  # what was under way is answered
     damage(kit, "t", n)
     kit.until(lambda: key in core.lifecycle.offline_reports.acknowledged)
-    task = kit.sim.spawn(f"b{n}", core.publisher._settle(key))
+    task = kit.sim.spawn(f"b{n}", core.replica_manager.settle(key))
     kit.until(task.done)
     assert kit.events("replica_made_anew") == 0
     core.lifecycle.call = call

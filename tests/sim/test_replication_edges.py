@@ -45,7 +45,7 @@ def test_what_a_replica_had_before_it_was_made_anew_counts_for_nothing(make: Any
     ledger = written(kit, "t", 100)
     leader, _, n = kit.state("t").replicas
     kit.sim.network.cut(f"b{leader}", f"b{n}")
-    kit.brokers[n].core.storage_failed(kit.replica(n, "t"), errors.CorruptLog("damaged"))
+    kit.brokers[n].core.failures.storage_failed(kit.replica(n, "t"), errors.CorruptLog("damaged"))
     kit.until(lambda: kit.events("replica_made_anew") == 1)
     kit.wait(4_000)
     assert n not in kit.state("t").isr
@@ -206,9 +206,9 @@ def test_flush_on_ack_holds_for_what_was_written_before(make: Any) -> None:
 
 async def _visits(kit: Kit, n: int, key: PartitionKey) -> None:
     """Return the jobs of the wheel of broker `n` for one partition."""
-    scheduler = kit.brokers[n]._scheduler
-    await scheduler.follow_log_start(key)
-    await scheduler.retain(key)
+    retention = kit.brokers[n].core.retention
+    await retention.follow_log_start(key)
+    await retention.retain(key)
 
 
 def test_retention_keeps_off_a_log_that_is_being_cut(make: Any) -> None:
@@ -229,7 +229,7 @@ def test_retention_keeps_off_a_log_that_is_being_cut(make: Any) -> None:
             cut = replica.fetcher._cut(replica, EpochEnd(0, log.written_end - 5))
             replica.fetcher._change(replica, cut)
             while not queued:
-                await core.clock.sleep_ms(0.01)
+                await core.env.clock.sleep_ms(0.01)
         else:
             await move(wanted)
 
@@ -271,7 +271,7 @@ def test_retention_does_not_bring_back_a_log_start_that_was_cut(make: Any) -> No
             cut = replica.fetcher._cut(replica, EpochEnd(0, start - 100))
             replica.fetcher._change(replica, cut)
             while core.fetchers.changing:
-                await core.clock.sleep_ms(0.01)
+                await core.env.clock.sleep_ms(0.01)
 
     core.manager.move_log_starts = moving
     partition.leader_log_start = start
@@ -459,7 +459,7 @@ def test_a_leader_that_stops_with_a_full_lane(make: Any) -> None:
     write = disk.write
 
     async def slow(work: Any) -> Any:
-        await core.clock.sleep_ms(30)
+        await core.env.clock.sleep_ms(30)
         return await write(work)
 
     disk.write = slow
@@ -529,12 +529,12 @@ def test_a_disk_that_is_full_when_a_log_is_cut_costs_no_other(
     core = kit.brokers[old].core
     kit.until(lambda: len(kit.state("u").isr) == 3)
     if torn:
-        (lost,) = core.offline_replicas()
+        (lost,) = core.report.offline_replicas()
         assert lost.topic_id == kit.replica(old, "t").key.topic_id
         assert kit.replica(old, "u").online
         return
     kit.until(lambda: kit.in_sync("t"))
-    assert not core.offline_replicas()
+    assert not core.report.offline_replicas()
     assert len({kit.content(n, "t") for n in (1, 2, 3)}) == 1
 
 
@@ -545,8 +545,8 @@ def test_a_leader_whose_log_was_left_half_way_is_followed_by_another(make: Any) 
     ledger = written(kit, "t", 50)
     n = kit.state("t").leader
     core = kit.brokers[n].core
-    core.storage_failed(kit.replica(n, "t"), errors.StorageFull("full"))
-    assert core.offline_replicas()
+    core.failures.storage_failed(kit.replica(n, "t"), errors.StorageFull("full"))
+    assert core.report.offline_replicas()
     kit.until(lambda: kit.state("t").leader != n)
     ledger.check()
 

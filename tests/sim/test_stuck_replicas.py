@@ -63,7 +63,7 @@ def test_who_stops_fetches_from_nobody_new(make: Any) -> None:
     async def close_and_hear() -> None:
         await close()
         release()  # of the next leader, of whom nothing was fetched yet
-        await core.clock.sleep_ms(100)
+        await core.env.clock.sleep_ms(100)
 
     core.fetchers.close = close_and_hear
     task = kit.sim.spawn(f"b{n}", kit.brokers[n].close())
@@ -84,7 +84,7 @@ def test_what_an_older_stream_gives_up_is_followed_on_the_newer_one(make: Any) -
     leader, partition = kit.replica(at, "t").leader, kit.replica(n, "t")
     replica: Any = partition.replica
     fetcher, replicas = replica.fetcher, kit.brokers[n].core.fetchers
-    state = kit.brokers[n].core.publisher.image.partition(partition.key)
+    state = kit.brokers[n].core.metadata.image.partition(partition.key)
     kit.sim.network.cut(f"b{n}", "controller")
     kit.until(lambda: n not in leader.isr)
     link = kit.sim.network.link(f"b{n}", f"b{at}")

@@ -68,10 +68,10 @@ class Tiers:
         """
         broker = self.kit.brokers[n]
         run = replace(broker.run, run_dir=f"/sim/run{n}")
-        world, hello = broker.core.world, broker.core.hello
-        broker.core.tier = TierClient(
-            world, run.tier_address, hello, enabled=True, fetch_wait_ms=500
-        )
+        world, hello = broker.world, broker.core.hello
+        tier = TierClient(world, run.tier_address, hello, enabled=True, fetch_wait_ms=500)
+        vars(broker.core.tier).update(vars(tier))
+        broker.core.metadata.tier_enabled = True
         return run
 
     def away(self) -> None:

@@ -19,16 +19,16 @@ from pk.log import columns
 from pk.log.directory import Directory
 from pk.log.partition_log import PartitionLog
 from pk.log.plan import LogConfig
+from pk.server.broker.clock_watch import ClockWatch
 from pk.server.broker.core import BrokerCore
-from pk.server.broker.node import BrokerNode
+from pk.server.broker.node import BrokerNode, BrokerStreams
 from pk.server.controller.node import ControllerNode
-from pk.server.handlers.admin import ProducerIds
-from pk.server.handlers.control import ControlStream
-from pk.server.handlers.fetch import FetchStream
-from pk.server.handlers.produce import ProduceStream
 from pk.server.metadata.image import PartitionState
 from pk.server.node.run_config import RunConfig
+from pk.server.replica.context import Environment
+from pk.server.replica.directory_reports import DirectoryReports
 from pk.server.replica.metrics import BrokerMetrics
+from pk.server.replica.offline_reports import OfflineReports
 from pk.server.replica.partition import Partition
 from pk.server.replica.state import HostedReplicas
 from pk.server.tier.node import TierNode
@@ -84,6 +84,7 @@ class Image:
     def __init__(self) -> None:
         self.states: dict[PartitionKey, PartitionState] = {}
         self.elsewhere: tuple[int, ...] = ()
+        self.topics: dict[str, Any] = {}
 
     def partition(self, key: PartitionKey) -> PartitionState | None:
         state = self.states.get(key)
@@ -93,13 +94,10 @@ class Image:
         return replace(state, replicas=every, isr=(*state.isr, *self.elsewhere))
 
 
-class Publisher:
+class Metadata:
     def __init__(self) -> None:
         self.image = Image()
-        self.listeners: dict[Any, None] = {}
-
-    def why_not_here(self, key: PartitionKey) -> errors.PkError:
-        return errors.UnknownTopicId(f"no topic {key.topic_id}")
+        self.tier_enabled = True
 
     def leader_of(self, key: PartitionKey) -> int:
         return NONE
@@ -149,9 +147,8 @@ class Rig:
         self.bugs: list[BaseException] = []
         self.manager = Manager(self.disk)
         self.metrics = tracing.Metrics()
-        self.core = BrokerCore(
+        env = Environment(
             self.mine,
-            self.manager,  # type: ignore[arg-type]
             1,
             settings.SERVER.resolve({}),
             BrokerMetrics(self.metrics),
@@ -161,14 +158,20 @@ class Rig:
         self.contact = True
         self.tier = Tier()
         lifecycle: Any = SimpleNamespace(
-            in_contact=lambda: self.contact, heartbeat_soon=lambda: None
+            in_contact=lambda: self.contact,
+            heartbeat_soon=lambda: None,
+            want_shutdown=False,
+            offline_reports=OfflineReports(),
+            directory_reports=DirectoryReports(),
         )
-        self.core.lifecycle = lifecycle
-        self.core.publisher = Publisher()  # type: ignore[assignment]
-        self.core.tier = self.tier  # type: ignore[assignment]
+        metadata: Any = Metadata()
+        manager: Any = self.manager
+        tier: Any = self.tier
+        clocks = ClockWatch(env, manager, metadata)
+        self.core = BrokerCore(env, manager, metadata, clocks, lifecycle, tier, HELLO)
+        self.streams = BrokerStreams(self.core)
         self.core.clocks.begin("boot", fresh=True)
         self.core.clocks.trust.compare((), ())  # it is alone, and its clock right
-        self.ids = ProducerIds(self.core)
 
     def partition(
         self,
@@ -192,7 +195,7 @@ class Rig:
             now_ms=self.mine.clock.wall_ms(),
         )
         partition = Partition(
-            self.core, key, log, self.core.writer_of(self.disk), wanted, tiered=tiered
+            self.core.host, key, log, self.core.writers.of(self.disk), wanted, tiered=tiered
         )
         self.core.partitions[key] = partition
         self.manager.logs[key] = log
@@ -214,23 +217,18 @@ class Rig:
             leader_epoch=epoch,
             partition_epoch=partition_epoch,
         )
-        self.core.publisher.image.states[partition.key] = state
+        self.core.metadata.image.states[partition.key] = state
         partition.lead(state, checkpointed=self.manager.high_watermark(partition.key))
 
     def forget_partitions(self) -> None:
         """Close all logs, as a new process finds it."""
         self.core.partitions.clear()
-        self.core.replicas = HostedReplicas()
+        vars(self.core.replicas).update(vars(HostedReplicas()))
 
     async def serve(self, kind: StreamKind, stream: Stream) -> None:
         if await accept_stream(stream, wire.HelloReply(protocol=PROTOCOL)) is None:
             return
-        if kind is StreamKind.PRODUCE:
-            await ProduceStream(self.core, stream).serve()
-        elif kind is StreamKind.FETCH:
-            await FetchStream(self.core, stream).serve()
-        else:
-            await ControlStream(self.core, self.ids, stream).serve()
+        await self.streams.handler(kind, stream).serve()
 
     def run(self, story: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Listen, then run the story; bugs fail the test."""

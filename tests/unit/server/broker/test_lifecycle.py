@@ -156,7 +156,7 @@ def make() -> Iterator[Any]:
 
 def names(cluster: Cluster) -> list[str]:
     assert cluster.broker is not None
-    return sorted(cluster.broker.core.publisher.image.topic_ids)
+    return sorted(cluster.broker.core.metadata.image.topic_ids)
 
 
 @pytest.mark.parametrize("seed", range(3))

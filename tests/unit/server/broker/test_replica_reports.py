@@ -31,21 +31,21 @@ def test_a_replica_on_a_dead_disk_gives_up_the_lead_until_it_is_back(
     key = PartitionKey(one, 0)
     root = core.partitions[key].writer.disk.storage.root
     assert cluster.do(cluster.produce(kit, one, 1)) == [0]
-    assert core.offline_replicas() == []
+    assert core.report.offline_replicas() == []
     cluster.storages[root].fault = lambda operation, path: (
         OSError("I/O error") if operation in ("append", "sync") else None
     )
     with pytest.raises(errors.StorageFailed):
         cluster.do(cluster.produce(kit, one, 1))
-    assert core.offline_replicas() == asked(key)
+    assert core.report.offline_replicas() == asked(key)
 
     async def wait() -> None:
         await cluster.client.clock.sleep_ms(500)
 
     cluster.do(wait())
-    state = core.publisher.image.partition(key)
+    state = core.metadata.image.partition(key)
     assert (state.leader, state.isr, state.last_known) == (NONE, (), (1,))
-    assert core.publisher.image.partition(PartitionKey(two, 0)).leader == 1
+    assert core.metadata.image.partition(PartitionKey(two, 0)).leader == 1
     with pytest.raises(errors.StorageFailed):  # clients still learn why
         cluster.do(cluster.produce(kit, one, 1))
     for name in list(cluster.storages):
@@ -54,7 +54,7 @@ def test_a_replica_on_a_dead_disk_gives_up_the_lead_until_it_is_back(
             cluster.kill("broker", name)
     cluster.start_broker()
     cluster.do(wait())
-    state = cluster.broker.core.publisher.image.partition(key)
+    state = cluster.broker.core.metadata.image.partition(key)
     assert (state.leader, state.isr, state.unclean) == (1, (1,), True)
     assert cluster.do(cluster.read(kit, one)) == 3
 
@@ -70,18 +70,18 @@ def test_a_position_is_that_of_a_replica_that_stands_still(
     core = cluster.broker.core
     end = core.partitions[key].log.written_end
     assert end > 0
-    assert core.positions(asked(key)) == [], "it is led"
-    partitions = core.publisher.image.topics[topic_id].partitions
+    assert core.report.positions(asked(key)) == [], "it is led"
+    partitions = core.metadata.image.topics[topic_id].partitions
     partitions[0] = replace(partitions[0], leader=NONE)
-    (found,) = core.positions(asked(key, PartitionKey("gone", 0)))
+    (found,) = core.report.positions(asked(key, PartitionKey("gone", 0)))
     assert (found.topic_id, found.last_epoch, found.log_end) == (topic_id, 0, end)
     partition: Partition = core.partitions[key]
     monkeypatch.setattr(partition.log._local, "written_end", end - 1)
-    assert core.positions(asked(key)) == [], "a write is under way"
+    assert core.report.positions(asked(key)) == [], "a write is under way"
     monkeypatch.undo()
     partition.fail(errors.TierUnavailable("waits for its table"), ReplicaEvent.RECOVERY_BEGUN)
-    assert core.positions(asked(key))
-    assert core.offline_replicas() == []
+    assert core.report.positions(asked(key))
+    assert core.report.offline_replicas() == []
     partition.fail(errors.CorruptLog("damaged"))
-    assert core.positions(asked(key)) == []
-    assert core.offline_replicas() == asked(key)
+    assert core.report.positions(asked(key)) == []
+    assert core.report.offline_replicas() == asked(key)

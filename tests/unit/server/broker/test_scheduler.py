@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from pk import errors
-from pk.server.broker.scheduler import GAUGES_MS, TICK_MS, BrokerScheduler
+from pk.server.broker.retention import TICK_MS
+from pk.server.broker.scheduler import GAUGES_MS, BrokerScheduler
 from pk.sim.disk import SimDisk, SimStorage
 from pk.types import NONE
 from pk.wire import pk_pb2 as wire
@@ -19,7 +20,8 @@ HOUR = 3_600_000
 
 @pytest.fixture
 def scheduler(rig: Any) -> BrokerScheduler:
-    return BrokerScheduler(rig.core)
+    scheduler: BrokerScheduler = rig.core.scheduler
+    return scheduler
 
 
 async def segments(rig: Any, kit: Any, count: int, *, age_ms: int = 0, partition: int = 0) -> None:
@@ -38,7 +40,7 @@ def small(rig: Any, **config: Any) -> Any:
 
 
 async def visit(scheduler: BrokerScheduler, partition: Any) -> None:
-    await scheduler.retain(partition.key)
+    await scheduler._retention.retain(partition.key)
 
 
 def covered(partition: Any, end: int) -> None:
@@ -61,8 +63,8 @@ def test_expired_segments_go_and_log_start_is_durable_first(
         names = rig.storage.list("topics/t-0")
         assert sum(name.endswith(".log.deleted") for name in names) == 3
         await rig.mine.clock.sleep_ms(1_500)
-        scheduler._remove_pending_delete(rig.mine.clock.monotonic_ms())
-        await scheduler._jobs.wait()
+        scheduler._retention.remove_pending_delete(rig.mine.clock.monotonic_ms())
+        await scheduler._jobs._jobs.wait()
         assert not any(name.endswith(".deleted") for name in rig.storage.list("topics/t-0"))
 
     rig.run(story)
@@ -78,7 +80,7 @@ def test_an_active_segment_that_expired_is_rolled_and_goes(
         await segments(rig, kit, 1, age_ms=2 * HOUR)
         await visit(scheduler, partition)
         await partition.writer.idle()
-        assert partition.key in rig.core.retain_now
+        assert partition.key in rig.core.due.retain_now
         await visit(scheduler, partition)
         assert partition.log.log_start == 1
         assert partition.log.segment_count == 1
@@ -260,7 +262,7 @@ def test_a_clock_that_jumped_stops_retention(
         rig.core.lifecycle.fenced = False
         await rig.mine.clock.sleep_ms(2 * TICK_MS)
         rig.world.clocks["broker"].step(10 * HOUR)
-        rig.core.retain_soon(partition.key)
+        rig.core.due.retain_soon(partition.key)
         await rig.mine.clock.sleep_ms(10 * TICK_MS)
         assert partition.log.log_start == 0
         assert rig.core.clocks.trust.alert
@@ -367,7 +369,7 @@ def test_a_deletion_is_followed_as_the_log_is_written(
         partition.append_fetched(kit.batch(3, base_offset=1, leader_epoch=0), 0, 0)
         partition.update_high_watermark(4)
         partition.update_retention(3, -1, 0)
-        rig.core.retain_now.clear()  # that visit came before the write
+        rig.core.due.retain_now.clear()  # that visit came before the write
         await partition.writer.idle()
         await rig.mine.clock.sleep_ms(2 * TICK_MS)
         assert partition.log.log_start == 3
@@ -395,7 +397,7 @@ def test_a_deletion_does_not_wait_for_a_store_that_hangs(
         rig.tier.confirm = hangs
         leader = None if leads else follows(partition)
         scheduler.start()
-        rig.core.retain_soon(partition.key)
+        rig.core.due.retain_soon(partition.key)
         await hanging.wait()
         partition.update_log_start(2)
         await rig.mine.clock.sleep_ms(3 * TICK_MS)
@@ -466,7 +468,7 @@ def test_a_flush_that_fails_is_no_matter_of_the_next(
     """Two flushes are due together, and neither is requested again."""
     first, second = rig.partition(flush_ms=500), rig.partition(1, flush_ms=500)
 
-    rig.core.publisher.image.elsewhere = (2,)
+    rig.core.metadata.image.elsewhere = (2,)
 
     async def story() -> None:
         await segments(rig, kit, 1)
@@ -533,8 +535,8 @@ def test_a_dead_store_does_not_stop_the_wheel(
 
         rig.tier.confirm = hangs
         scheduler.start()
-        rig.core.retain_soon(tiered.key)
-        rig.core.retain_soon(plain.key)
+        rig.core.due.retain_soon(tiered.key)
+        rig.core.due.retain_soon(plain.key)
         await rig.mine.clock.sleep_ms(4 * TICK_MS)
         assert plain.log.log_start == 3
         assert tiered.log.local_log_start == 0
@@ -557,7 +559,7 @@ def test_a_directory_that_went_does_not_stop_the_wheel(
     async def story() -> None:
         storage = SimStorage("d2", rig.world.random("d2"))
         storage.free_bytes = gone  # type: ignore[method-assign]
-        rig.core.writer_of(SimDisk(storage, rig.mine.clock, rig.world.random("d2/lanes")))
+        rig.core.writers.of(SimDisk(storage, rig.mine.clock, rig.world.random("d2/lanes")))
         scheduler.start()
         await rig.mine.clock.sleep_ms(GAUGES_MS)
         await segments(rig, kit, 1)

@@ -69,7 +69,8 @@ def test_a_broker_behind_the_log_loses_what_is_gone_and_gets_what_is_new(
     behind: Cluster, kit: Any
 ) -> None:
     cluster = behind
-    follower = cluster.broker.core.publisher
+    core = cluster.broker.core
+    follower = core.publisher
     told: list[Any] = []
 
     async def story() -> None:
@@ -85,11 +86,10 @@ def test_a_broker_behind_the_log_loses_what_is_gone_and_gets_what_is_new(
         await configure(cluster, "kept", "retention_ms", "77777")
         await passed_over(cluster, at + 10)
         follower.listeners[told.append] = None
-        image, wanted = follower.image, cluster.controller.metadata.committed - 1
+        image, wanted = core.metadata.image, cluster.controller.metadata.committed - 1
         cluster.world.network.heal("broker", "controller")
         await follower.reached(wanted, 20_000)
-        assert follower.image is not image, "it was replayed record by record"
-        core = cluster.broker.core
+        assert core.metadata.image is not image, "it was replayed record by record"
         assert {key.topic_id for key in core.partitions} == {kept, fresh, second}
         names = {name for each in told for name in each or ()}
         assert {"kept", "gone", "fresh", "again"} <= names
@@ -104,7 +104,7 @@ def test_a_broker_behind_the_log_loses_what_is_gone_and_gets_what_is_new(
             await cluster.produce(kit, gone, 1)
         with pytest.raises(errors.UnknownTopicId):
             await cluster.read(kit, again)
-        assert follower.image == cluster.controller.machine.image
+        assert core.metadata.image == cluster.controller.machine.image
 
     cluster.do(story())
 
@@ -141,7 +141,7 @@ def test_a_broker_that_starts_behind_the_log_begins_with_the_snapshot(
         assert await cluster.read(kit, kept) in (range(7) if power else (6,))
 
     cluster.do(after())
-    assert cluster.broker.core.publisher.image == cluster.controller.machine.image
+    assert cluster.broker.core.metadata.image == cluster.controller.machine.image
 
 
 def test_a_controller_that_was_killed_goes_on_from_its_snapshot(behind: Cluster, kit: Any) -> None:
@@ -172,7 +172,8 @@ def test_a_damaged_snapshot_is_not_taken_and_what_is_behind_the_one_before_it_is
     behind: Cluster, kit: Any
 ) -> None:
     cluster = behind
-    follower = cluster.broker.core.publisher
+    core = cluster.broker.core
+    follower = core.publisher
 
     async def story() -> None:
         await cluster.create("kept")
@@ -188,6 +189,6 @@ def test_a_damaged_snapshot_is_not_taken_and_what_is_behind_the_one_before_it_is
         await follower.reached(log.committed - 1, 3_000)
         await configure(cluster, "kept", "max_message_bytes", "3000")
         await follower.reached(log.committed - 1, 3_000)
-        assert follower.image == cluster.controller.machine.image
+        assert core.metadata.image == cluster.controller.machine.image
 
     cluster.do(story())

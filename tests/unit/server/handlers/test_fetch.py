@@ -10,7 +10,7 @@ import pytest
 from pk import errors
 from pk.log import batch as batches
 from pk.log.plan import RetentionPlan
-from pk.server.handlers.offsets import DELETE_WAIT_MS, delete_records
+from pk.server.handlers.offsets import DELETE_WAIT_MS
 from pk.types import NONE, AbortedTransaction
 from pk.wire import pk_pb2 as wire
 from pk.world import Stream, StreamKind
@@ -296,7 +296,7 @@ def test_a_new_leader_whose_watermark_lags_deletes_nothing_yet(rig: Any, kit: An
         request = wire.DeleteRecordsRequest()
         for before in (2, NONE):
             request.items.add(topic_id=partition.key.topic_id, partition=0, before_offset=before)
-        reply = await delete_records(rig.core, request)
+        reply = await rig.streams.offsets.delete_records(request)
         codes = [result.error.code for result in reply.results]
         assert codes == [errors.OffsetNotAvailable.code] * 2
         assert partition.log.log_start == 0
@@ -317,7 +317,7 @@ def test_deletions_that_a_silent_replica_holds_up_wait_side_by_side(rig: Any, ki
             partition.leader.on_follower_end(2, 3)
             request.items.add(topic_id=partition.key.topic_id, partition=number, before_offset=NONE)
         before_ms = rig.mine.clock.monotonic_ms()
-        reply = await delete_records(rig.core, request)
+        reply = await rig.streams.offsets.delete_records(request)
         codes = [result.error.code for result in reply.results]
         assert codes == [errors.RequestTimedOut.code] * len(partitions)
         assert rig.mine.clock.monotonic_ms() - before_ms < 2 * DELETE_WAIT_MS

@@ -83,7 +83,7 @@ def test_the_first_batch_of_a_position_is_verified_where_it_lies(rig: Any, kit: 
     """
     partition = rig.partition()
 
-    rig.core.publisher.image.elsewhere = (2,)
+    rig.core.metadata.image.elsewhere = (2,)
 
     async def story() -> None:
         producer = await rig.stream(StreamKind.PRODUCE)
@@ -222,7 +222,7 @@ def test_a_deleted_partition_is_not_read_from_memory(rig: Any, kit: Any) -> None
 
 
 def test_a_failed_directory_answers_with_its_error(rig: Any, kit: Any) -> None:
-    """broker/core B3: this includes batches that memory still has."""
+    """broker/failures B3: this includes batches that memory still has."""
     partition = rig.partition()
 
     async def story() -> None:
@@ -232,7 +232,7 @@ def test_a_failed_directory_answers_with_its_error(rig: Any, kit: Any) -> None:
         for _ in range(2):
             await append(producer, kit, 0)
             await kit.fetched(stream)
-        rig.core.storage_failed(partition, errors.StorageFailed("I/O error"))
+        rig.core.failures.storage_failed(partition, errors.StorageFailed("I/O error"))
         reply, payload = await kit.fetched(stream)
         assert (reply.partitions[0].error.code, len(payload)) == (errors.StorageFailed.code, 0)
 

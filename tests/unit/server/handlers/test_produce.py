@@ -404,7 +404,7 @@ def test_what_a_stream_that_was_given_up_still_holds_is_not_decided_any_more(
         assert (first.log.written_end, other.log.written_end) == (6, 0)
         new.close()
         await rig.mine.clock.sleep_ms(50)
-        assert not rig.core.speakers
+        assert not rig.streams.producers.speakers
 
     rig.run(story)
 

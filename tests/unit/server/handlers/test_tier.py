@@ -10,7 +10,6 @@ import pytest
 
 from pk import errors
 from pk.log.epochs import LeaderEpochs
-from pk.server.handlers.tier import describe_tier
 from pk.server.tier.epoch_fence import agrees, went_on_without
 from pk.types import EpochStart
 from pk.wire import pk_pb2 as wire
@@ -86,7 +85,7 @@ def test_reports_move_what_may_be_dropped(rig: Any, kit: Any) -> None:
         assert partition.tiered_end == 0  # another epoch's
         await report(leader_epoch=2, tiered_end=3, droppable_end=2)
         assert (partition.tiered_end, partition.log.droppable_end) == (3, 2)
-        assert partition.key in rig.core.retain_now
+        assert partition.key in rig.core.due.retain_now
         await report(leader_epoch=2, tiered_end=9, droppable_end=9)
         assert isinstance(partition.tier.problem, errors.TierTableChanged)
         assert partition.tiered_end == 3
@@ -96,7 +95,9 @@ def test_reports_move_what_may_be_dropped(rig: Any, kit: Any) -> None:
 
 
 @pytest.mark.parametrize("life", ["old", "new"])
-def test_a_deleted_topics_table_is_not_described_as_its_successors(life: str) -> None:
+def test_a_deleted_topics_table_is_not_described_as_its_successors(
+    rig: Any, monkeypatch: pytest.MonkeyPatch, life: str
+) -> None:
     """A tier that led the old topic may not know yet that it leads the new one: Spark would read
     the old topic's rows (rule L8).
     """
@@ -112,8 +113,10 @@ def test_a_deleted_topics_table_is_not_described_as_its_successors(life: str) ->
         is_tiered=lambda *_: True,
     )
     tier = SimpleNamespace(enabled=True, describe=describe)
-    core: Any = SimpleNamespace(publisher=follower, tier=tier, partitions={})
-    reply = asyncio.run(describe_tier(core, wire.DescribeTierRequest(topic="t")))
+    monkeypatch.setattr(rig.streams.tier, "_metadata", follower)
+    monkeypatch.setattr(rig.streams.tier, "_tier", tier)
+    request = wire.DescribeTierRequest(topic="t")
+    reply = asyncio.run(rig.streams.tier.describe_tier(request))
     assert reply.topic_id == "new"
     known = life == "new"
     assert (reply.uri, reply.version) == ((told.uri, 7) if known else ("", -1))

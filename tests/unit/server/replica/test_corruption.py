@@ -57,13 +57,13 @@ async def ask(rig: Any, kit: Any, partition: int) -> int:
 @pytest.fixture
 def another(rig: Any) -> None:
     """Another replica is in sync: a damaged one goes offline, and is created again."""
-    rig.core.publisher.image.elsewhere = (2,)
+    rig.core.metadata.image.elsewhere = (2,)
 
 
 @pytest.fixture
 def warnings(rig: Any) -> list[tuple[str, dict[str, Any]]]:
     found: list[tuple[str, dict[str, Any]]] = []
-    rig.core.warn = lambda event, **facts: found.append((event, facts))
+    rig.core.env.warn = lambda event, **facts: found.append((event, facts))
     return found
 
 
@@ -329,7 +329,7 @@ def test_damage_without_a_range_takes_the_only_copy_offline(
 
     async def story() -> None:
         await fill(rig, kit, 0)
-        rig.core.storage_failed(damaged, errors.CorruptLog("of no range", offset="0"))
+        rig.core.failures.storage_failed(damaged, errors.CorruptLog("of no range", offset="0"))
         await rig.mine.clock.sleep_ms(100)
 
     rig.run(story)
@@ -347,7 +347,7 @@ def test_a_damaged_leader_goes_once_another_replica_is_in_sync(
         await fill(rig, kit, 0, 0)
         flip(rig, 5_000)
         await entry_at(rig, kit, 0, errors.DataLoss.code)
-        image = rig.core.publisher.image
+        image = rig.core.metadata.image
         rig.core.corruption.settle(damaged, image.partition(damaged.key))
         assert damaged.online
         image.elsewhere = (2,)
@@ -414,7 +414,7 @@ def test_the_table_is_asked_before_missing_files_are_called_lost(
 
     async def story() -> None:
         partition = await without_its_first(rig, kit, tiered=True)
-        image = rig.core.publisher.image
+        image = rig.core.metadata.image
         rig.core.corruption.settle(partition, image.partition(partition.key))
         assert (partition.log.absent, partition.log.damage) == (missing_in_front(0, 1), [])
         assert (partition.log.local_log_start, partition.log.tiered_end) == (1, 0)
@@ -444,7 +444,7 @@ def test_with_another_replica_in_sync_missing_files_make_this_one_anew(
         partition = await without_its_first(rig, kit, **({"tiered": True} if tiered else {}))
         rig.core.corruption.opened(partition)
         assert partition.log.damage == []
-        image = rig.core.publisher.image
+        image = rig.core.metadata.image
         rig.core.corruption.settle(partition, image.partition(partition.key))
         assert isinstance(partition.hosted.cause, errors.CorruptLog)
         assert partition.hosted.cause.details == {"offset": "0", "next_offset": "1"}

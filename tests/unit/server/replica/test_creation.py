@@ -108,7 +108,7 @@ def test_a_topic_that_goes_while_it_is_tried_again_leaves_nothing(cluster: Clust
     async def late(wanted: Sequence[NewPartition]) -> list[LogOrError]:
         made = await create_all(wanted)
         tried.append(made)
-        await core.clock.sleep_ms(3_000)  # meanwhile the metadata log goes on
+        await core.env.clock.sleep_ms(3_000)  # meanwhile the metadata log goes on
         return made
 
     core.manager.create_all = late
@@ -145,7 +145,7 @@ def test_settings_that_change_while_it_is_created_are_those_it_has(cluster: Clus
     async def late(wanted: Sequence[NewPartition]) -> list[LogOrError]:
         made = await create_all(wanted)
         tried.append(len(made))
-        await core.clock.sleep_ms(3_000)
+        await core.env.clock.sleep_ms(3_000)
         return made
 
     core.manager.create_all = late
@@ -173,11 +173,12 @@ def test_a_topic_created_again_in_one_chunk_is_the_new_one(cluster: Cluster, kit
     cluster.start()
     old = cluster.do(cluster.create("flights", 3))
     cluster.do(cluster.produce(kit, old, 2))
-    follower = cluster.broker.core.publisher
+    core = cluster.broker.core
+    follower = core.publisher
     poll = follower._poll
 
     async def hold(wait_ms: int) -> Any:  # the next chunk is one of all that was said by then
-        await cluster.broker.core.clock.sleep_ms(2_000)
+        await cluster.broker.core.env.clock.sleep_ms(2_000)
         return await poll(wait_ms)
 
     follower._poll = hold
@@ -195,9 +196,9 @@ def test_a_topic_created_again_in_one_chunk_is_the_new_one(cluster: Cluster, kit
     cluster.do(again())
     cluster.world.loop.run_for_ms(6_000)
     core = cluster.broker.core
-    assert {key.topic_id for key in core.partitions} == set(follower.image.topics)
-    assert old not in follower.image.topics
-    assert other in follower.image.topics
+    assert {key.topic_id for key in core.partitions} == set(core.metadata.image.topics)
+    assert old not in core.metadata.image.topics
+    assert other in core.metadata.image.topics
     assert len(core.partitions) == 5 + 1
     assert all(each.log.log_end == 0 and each.leader for each in core.partitions.values())
 
@@ -216,9 +217,9 @@ def test_two_who_miss_one_partition_create_it_once(
     del visits[:]
 
     async def both() -> None:
-        again = core.publisher._creator.create_missing([key], again=True)
+        again = core.creator.create_missing([key], again=True)
         core.replicas.forget(key)
-        await asyncio.gather(again, core.publisher._creator.create_missing([key]))
+        await asyncio.gather(again, core.creator.create_missing([key]))
 
     task = cluster.world.spawn("broker", both())
     cluster.world.run_until(task.done)
@@ -242,8 +243,8 @@ def test_what_is_offline_is_not_created_by_the_next_record(
     async def touched() -> None:
         core.partitions.pop(key).fail(errors.UnknownTopicId("removed"), ReplicaEvent.REMOVED)
         core.replicas.on(key, ReplicaEvent.OPEN_FAILED, problem)
-        await core.publisher._creator.create_missing([key])
-        await core.publisher._settle(key)
+        await core.creator.create_missing([key])
+        await core.replica_manager.settle(key)
 
     task = cluster.world.spawn("broker", touched())
     cluster.world.run_until(task.done)
@@ -291,7 +292,7 @@ def test_a_directory_that_nobody_knows_goes_if_the_metadata_can_know_it(
     """
     cluster.start()
     cluster.do(cluster.create("flights"))
-    image = cluster.broker.core.publisher.image
+    image = cluster.broker.core.metadata.image
     found = Identity(
         "nobody's",
         TopicPartition("ghosts", 0),
@@ -375,9 +376,9 @@ def test_an_earlier_life_in_an_old_image_does_not_push_the_present_one_away(
 def test_a_directory_fails_while_the_other_still_creates(
     make_cluster: Callable[..., Cluster],
 ) -> None:
-    """broker/core B3, L2: logs created in a directory are adopted when both directories are done.
-    If that directory failed meanwhile, the replicas are reported offline to the controller and none
-    of them leads.
+    """broker/failures B3, L2: logs created in a directory are adopted when both directories are
+    done.  If that directory failed meanwhile, the replicas are reported offline to the controller
+    and none of them leads.
     """
     cluster = make_cluster(5, disks=2)
     cluster.start()
@@ -388,7 +389,7 @@ def test_a_directory_fails_while_the_other_still_creates(
     async def slow(wanted: Any) -> Any:
         made = await create_all(wanted)
         cluster.storages["d1"].failed = errors.StorageFailed("gone")
-        await core.clock.sleep_ms(1_000)
+        await core.env.clock.sleep_ms(1_000)
         return made
 
     core.manager.create_all = slow
@@ -398,7 +399,7 @@ def test_a_directory_fails_while_the_other_still_creates(
     on_failed = [p for p in core.partitions.values() if p.writer.disk.storage.root == "d1"]
     assert sorted(each.topic for each in on_failed) == ["a", "b"]
     assert all(isinstance(each.hosted.cause, errors.StorageFailed) for each in on_failed)
-    assert len(core.offline_replicas()) == 2
+    assert len(core.report.offline_replicas()) == 2
 
 
 def test_a_chunk_that_cannot_be_carried_out_is_not_passed_over(
@@ -414,9 +415,9 @@ def test_a_chunk_that_cannot_be_carried_out_is_not_passed_over(
     async def settle(key: PartitionKey) -> None:
         raise errors.StorageFull("of something in between")
 
-    monkeypatch.setattr(core.publisher, "_settle", settle)
+    monkeypatch.setattr(core.replica_manager, "settle", settle)
     monkeypatch.setattr(core.lifecycle, "fatal", fatal.append)
-    monkeypatch.setattr(core, "bug", lambda where, bug: None)
+    monkeypatch.setattr(core.env, "bug", lambda where, bug: None)
     with contextlib.suppress(errors.RequestTimedOut):
         cluster.do(cluster.create("flights"))
     assert [type(each) for each in fatal] == [errors.StorageFull]
@@ -431,17 +432,17 @@ def test_an_office_is_not_taken_that_ended_while_its_log_settled(
     cluster.start()
     topic_id = cluster.do(cluster.create("flights"))
     core, key = cluster.broker.core, PartitionKey(topic_id, 0)
-    follower, partition = core.publisher, core.partitions[key]
-    led = follower.image.partition(key)
+    partition = core.partitions[key]
+    led = core.metadata.image.partition(key)
     over = replace(led, leader=-1, leader_epoch=led.leader_epoch + 1)
     partition.step_down(-1)
 
     async def meanwhile(_partition: Any) -> None:
-        follower.image.topics[topic_id].partitions[0] = over
-        await follower.lead_or_follow(partition, over)
+        core.metadata.image.topics[topic_id].partitions[0] = over
+        await core.roles.lead_or_follow(partition, over)
 
     monkeypatch.setattr(core.fetchers, "wait_until_idle", meanwhile)
-    task = cluster.world.spawn("broker", follower.lead_or_follow(partition, led))
+    task = cluster.world.spawn("broker", core.roles.lead_or_follow(partition, led))
     cluster.world.run_until(task.done)
     task.result()
     assert partition.leader is None
@@ -454,15 +455,15 @@ def test_an_office_is_taken_though_a_snapshot_replaced_the_image_meanwhile(
     cluster.start()
     topic_id = cluster.do(cluster.create("flights"))
     core, key = cluster.broker.core, PartitionKey(topic_id, 0)
-    follower, partition = core.publisher, core.partitions[key]
-    led = follower.image.partition(key)
+    partition = core.partitions[key]
+    led = core.metadata.image.partition(key)
     partition.step_down(-1)
 
     async def meanwhile(_partition: Any) -> None:
-        follower.image.topics[topic_id].partitions[0] = replace(led)
+        core.metadata.image.topics[topic_id].partitions[0] = replace(led)
 
     monkeypatch.setattr(core.fetchers, "wait_until_idle", meanwhile)
-    task = cluster.world.spawn("broker", follower.lead_or_follow(partition, led))
+    task = cluster.world.spawn("broker", core.roles.lead_or_follow(partition, led))
     cluster.world.run_until(task.done)
     task.result()
     assert partition.leader is not None
@@ -486,13 +487,13 @@ def test_what_is_not_open_for_want_of_space_is_not_elected_until_it_is(
     cluster.world.loop.run_for_ms(1_000)
     core = cluster.broker.core
     assert isinstance(core.replicas.unopened()[key], errors.StorageFull)
-    assert core.offline_replicas() == [wire.FetchPartition(topic_id=topic_id, partition=0)]
-    state = core.publisher.image.partition(key)
+    assert core.report.offline_replicas() == [wire.FetchPartition(topic_id=topic_id, partition=0)]
+    state = core.metadata.image.partition(key)
     assert (state.leader, state.isr, state.last_known) == (NONE, (), (1,))
     cluster.storages["d1"].fault = None
     cluster.world.loop.run_for_ms(10_000)
-    assert core.offline_replicas() == []
-    assert core.publisher.image.partition(key).leader == 1
+    assert core.report.offline_replicas() == []
+    assert core.metadata.image.partition(key).leader == 1
     assert cluster.do(cluster.produce(kit, topic_id, 1)) == [3]
 
 
@@ -512,7 +513,7 @@ def test_what_waits_for_space_is_offline_once_its_directory_has_failed(
     cluster.world.loop.run_for_ms(6_000)
     assert key not in core.partitions
     assert isinstance(core.replicas.unopened()[key], errors.StorageFailed)
-    assert len(core.offline_replicas()) == 1
+    assert len(core.report.offline_replicas()) == 1
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from pk import errors
-from pk.server.broker.scheduler import SPACE_MS, TICK_MS, BrokerScheduler
+from pk.server.broker.free_space import SPACE_MS
+from pk.server.broker.retention import TICK_MS
 from pk.server.replica.space import FAILED_MS, ROOM_LEAST_BYTES, DirectorySpace
 from pk.types import PartitionKey
 from pk.world import StreamKind
@@ -79,7 +80,7 @@ def code(answer: Any) -> int:
 
 def reserve(rig: Any, free: int, kept: int) -> Any:
     """Return a partition whose directory has `free` bytes, of which `kept` are reserved."""
-    rig.core.server["disk_reserve_bytes"] = kept
+    rig.core.env.server["disk_reserve_bytes"] = kept
     partition = rig.partition()
     rig.storage.capacity = rig.storage.used_bytes() + free
     return partition
@@ -88,11 +89,11 @@ def reserve(rig: Any, free: int, kept: int) -> Any:
 def test_the_reserve_binds_clients_before_the_disk_is_full(rig: Any, kit: Any) -> None:
     """No measurement runs between the frames: decided appends are subtracted."""
     partition = reserve(rig, 35_000, 20_000)
-    scheduler = BrokerScheduler(rig.core)
+    scheduler = rig.core.scheduler
     raw = kit.batch(1, size=6_000)
 
     async def story() -> None:
-        await scheduler.measure_all()
+        await rig.core.free_space.measure_all()
         stream = await rig.stream(StreamKind.PRODUCE)
         codes = []
         for turn in range(1, 6):
@@ -100,7 +101,7 @@ def test_the_reserve_binds_clients_before_the_disk_is_full(rig: Any, kit: Any) -
             codes += [code(each) for each in await kit.results(stream, 1)]
         assert codes == [0, 0, *[errors.StorageFull.code] * 3]
         assert rig.storage.free_bytes() > 20_000
-        (said,) = rig.core.unfit()
+        (said,) = rig.core.report.unfit()
         assert (said.reason, said.all, said.gives_up) == ("storage_full", True, True)
         scheduler.start()
         rig.storage.capacity = None
@@ -108,7 +109,7 @@ def test_the_reserve_binds_clients_before_the_disk_is_full(rig: Any, kit: Any) -
         await stream.send(kit.produce((0, raw), correlation_id=6))
         (answer,) = await kit.results(stream, 1)
         assert (code(answer), answer.base_offset) == (0, 2)
-        assert rig.core.unfit() == []
+        assert rig.core.report.unfit() == []
         await scheduler.close()
 
     rig.run(story)
@@ -118,7 +119,7 @@ def test_the_reserve_binds_clients_before_the_disk_is_full(rig: Any, kit: Any) -
 def test_what_is_written_while_free_space_is_measured_is_taken_off(rig: Any, kit: Any) -> None:
     """The measurement may be older than appends that were written before it ended."""
     partition = reserve(rig, 35_000, 20_000)
-    scheduler, raw = BrokerScheduler(rig.core), kit.batch(1, size=6_000)
+    raw = kit.batch(1, size=6_000)
 
     async def story() -> None:
         stream = await rig.stream(StreamKind.PRODUCE)
@@ -132,7 +133,7 @@ def test_what_is_written_while_free_space_is_measured_is_taken_off(rig: Any, kit
             return found
 
         rig.disk.read = slow
-        await scheduler.measure_all()
+        await rig.core.free_space.measure_all()
         rig.disk.read = read
         assert partition.writer.queued_bytes == 0
         await stream.send(kit.produce((0, raw), correlation_id=3))
@@ -153,7 +154,7 @@ def test_what_is_stored_already_is_answered_without_room(rig: Any, kit: Any) -> 
         await stream.send(kit.produce((0, raw)))
         await kit.results(stream, 1)
         rig.storage.capacity = rig.storage.used_bytes() + 10
-        await BrokerScheduler(rig.core).measure_all()
+        await rig.core.free_space.measure_all()
         await stream.send(kit.produce((0, raw), (0, following), correlation_id=2))
         first, second = sorted(await kit.results(stream, 2), key=lambda each: each.index)
         assert (code(first), first.base_offset) == (0, 0)
@@ -165,7 +166,7 @@ def test_what_is_stored_already_is_answered_without_room(rig: Any, kit: Any) -> 
 
 def test_a_full_directory_is_measured_at_every_tick_others_now_and_then(rig: Any) -> None:
     reserve(rig, 100_000, 50_000)
-    scheduler, looks = BrokerScheduler(rig.core), [0]
+    scheduler, looks = rig.core.scheduler, [0]
     free = rig.storage.free_bytes
 
     def counted() -> int:
@@ -201,15 +202,15 @@ def test_of_several_directories_only_the_full_one_gives_up(kit: Any, make_cluste
     assert sorted(homes.values()) == ["d1", "d2"]
     cluster.storages["d2"].capacity = cluster.storages["d2"].used_bytes() + 60_000
     cluster.world.loop.run_for_ms(2 * SPACE_MS)
-    (short,) = core.unfit()
+    (short,) = core.report.unfit()
     there = next(each for each in ids if homes[each] == "d2")
     assert [each.topic_id for each in short.replicas] == [there]
     assert (short.all, short.gives_up) == (False, False)
     cluster.storages["d2"].capacity = cluster.storages["d2"].used_bytes()
     cluster.world.loop.run_for_ms(2 * SPACE_MS)
-    (full,) = core.unfit()
+    (full,) = core.report.unfit()
     assert (full.all, full.gives_up, len(full.replicas)) == (False, True, 1)
     cluster.storages["d2"].failed = errors.StorageFailed("gone")
-    assert core.unfit() == []
+    assert core.report.unfit() == []
     assert PartitionKey(there, 0) in core.partitions
     cluster.storages["d2"].failed = None

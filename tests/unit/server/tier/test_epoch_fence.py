@@ -41,17 +41,17 @@ def test_a_directory_fails_while_its_partition_claims_the_table(
     cluster.boot = "boot-2"
     cluster.start_broker()
     core, partition = cluster.broker.core, partition_of(cluster, topic_id)
-    cluster.world.run_until(lambda: core.publisher.epoch_fence.epoch(partition.key) is not None)
+    cluster.world.run_until(lambda: core.epoch_fence.epoch(partition.key) is not None)
     cluster.storages[lost].failed = errors.StorageFailed("gone")
     cluster.world.run_until(
-        lambda: core.publisher.image.partition(partition.key).leader == -1  # the report arrived
+        lambda: core.metadata.image.partition(partition.key).leader == -1  # the report arrived
     )
     cluster.start_tier()
     cluster.world.loop.run_for_ms(30_000)
-    assert core.publisher.epoch_fence.epoch(partition.key) is None
+    assert core.epoch_fence.epoch(partition.key) is None
     assert partition.leader is None
     assert isinstance(partition.hosted.cause, errors.StorageFailed)
-    assert len(core.offline_replicas()) == 1
+    assert len(core.report.offline_replicas()) == 1
 
 
 def test_a_claim_ends_with_its_replica(
@@ -64,14 +64,14 @@ def test_a_claim_ends_with_its_replica(
     cluster.start()
     topic_id = cluster.do(cluster.create("flights", **QUICK))
     core, partition = cluster.broker.core, partition_of(cluster, topic_id)
-    state = core.publisher.image.partition(partition.key)
+    state = core.metadata.image.partition(partition.key)
 
     async def made_anew() -> None:
-        core.publisher.epoch_fence.begin(partition, state)
-        await core.publisher._set_aside(partition.key, partition)
+        core.epoch_fence.begin(partition, state, core.roles.take_office)
+        await core.replica_manager._set_aside(partition.key, partition)
 
     cluster.do(made_anew())
-    assert core.publisher.epoch_fence.epoch(partition.key) is None
+    assert core.epoch_fence.epoch(partition.key) is None
     assert partition.key not in core.partitions
 
 
@@ -91,14 +91,14 @@ def test_a_claim_ends_with_a_log_that_a_full_disk_left_half_way(
 
     start_anew, core.manager.start_anew = core.manager.start_anew, full
     cluster.start_tier()
-    cluster.world.run_until(lambda: core.offline_replicas())
-    assert core.publisher.epoch_fence.epoch(again.key) is None
+    cluster.world.run_until(lambda: core.report.offline_replicas())
+    assert core.epoch_fence.epoch(again.key) is None
     assert again.leader is None
     assert isinstance(again.hosted.cause, errors.StorageFailed)
     core.manager.start_anew = start_anew
     cluster.world.run_until(lambda: again.leader is not None)  # replica/creation N4
     assert (again.log.log_start, again.log.log_end, again.tiered_end) == (0, 12, 12)
-    assert not core.offline_replicas()
+    assert not core.report.offline_replicas()
 
 
 def _no_room_half_way(operation: str, path: str) -> Exception | None:
@@ -109,7 +109,7 @@ def _no_room_half_way(operation: str, path: str) -> Exception | None:
 
 def _elsewhere(core: BrokerCore, partition: Partition) -> PartitionState:
     """Another broker is elected."""
-    state = core.publisher.image.partition(partition.key)
+    state = core.metadata.image.partition(partition.key)
     assert state is not None
     return replace(state, leader=2, leader_epoch=state.leader_epoch + 1, unclean=False)
 
@@ -129,7 +129,7 @@ def test_a_log_left_half_way_by_a_claim_that_is_over_is_offline(
 
     async def meanwhile(*args: Any, **named: Any) -> None:
         core.manager.start_anew = start_anew
-        await core.publisher.lead_or_follow(again, _elsewhere(core, again))
+        await core.roles.lead_or_follow(again, _elsewhere(core, again))
         assert again.state is ReplicaState.FOLLOWING
         storage.fault = _no_room_half_way
         await start_anew(*args, **named)
@@ -141,7 +141,7 @@ def test_a_log_left_half_way_by_a_claim_that_is_over_is_offline(
     assert again.log.torn
     assert again.replica is None
     assert isinstance(again.hosted.cause, errors.StorageFailed)
-    assert len(core.offline_replicas()) == 1
+    assert len(core.report.offline_replicas()) == 1
     storage.fault = None
     cluster.world.run_until(lambda: again.leader is not None)  # replica/creation N4
     assert (again.log.log_start, again.log.log_end, again.tiered_end) == (0, 12, 12)
@@ -156,22 +156,22 @@ def test_a_claim_ends_with_a_log_that_it_found_half_way(
     cluster = make_cluster(0, tier_url="memory://tier")
     topic_id = back_without_a_tier(cluster, kit)
     core, again = cluster.broker.core, partition_of(cluster, topic_id)
-    storage, follower = again.writer.disk.storage, core.publisher
+    storage = again.writer.disk.storage
 
     async def elected() -> None:
-        await follower.lead_or_follow(again, _elsewhere(core, again))
+        await core.roles.lead_or_follow(again, _elsewhere(core, again))
         storage.fault = _no_room_half_way
         replica = again.replica
         replica.fetcher._change(replica, replica.fetcher._begin(replica, 12, b"", 0))
-        await follower.lead_or_follow(again, follower.image.partition(again.key))
-        assert follower.epoch_fence.epoch(again.key) is not None
+        await core.roles.lead_or_follow(again, core.metadata.image.partition(again.key))
+        assert core.epoch_fence.epoch(again.key) is not None
 
     cluster.do(elected())
     cluster.world.run_until(lambda: again.log.torn)
     cluster.world.loop.run_for_ms(1_000)
-    assert follower.epoch_fence.epoch(again.key) is None
+    assert core.epoch_fence.epoch(again.key) is None
     assert isinstance(again.hosted.cause, errors.StorageFailed)
-    assert len(core.offline_replicas()) == 1
+    assert len(core.report.offline_replicas()) == 1
     storage.fault = None
     cluster.start_tier()
     cluster.world.run_until(lambda: again.leader is not None)

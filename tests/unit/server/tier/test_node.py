@@ -259,7 +259,7 @@ def test_tier_wins_after_a_power_loss(make_cluster: Callable[..., Cluster], kit:
         assert list(cluster.do(read(cluster, kit, topic_id, 0, 12))) == list(range(12))
         cluster.do(produce(cluster, kit, topic_id, 2))
         cluster.world.run_until(lambda p=partition: p.tiered_end == 14)  # type: ignore[misc]
-        state = cluster.broker.core.publisher.image.partition(partition.key)
+        state = cluster.broker.core.metadata.image.partition(partition.key)
         assert not state.unclean  # the controller heard that it recovered
 
 
@@ -282,10 +282,10 @@ def test_a_recovery_that_is_not_heard_is_told_again(
     core.lifecycle.call = lossy
     cluster.start_tier()
     cluster.world.run_until(lambda: served.leader is not None)
-    assert core.publisher.image.partition(served.key).unclean
-    cluster.world.run_until(lambda: not core.publisher.image.partition(served.key).unclean)
+    assert core.metadata.image.partition(served.key).unclean
+    cluster.world.run_until(lambda: not core.metadata.image.partition(served.key).unclean)
     assert len(lost) == 2
-    cluster.world.run_until(lambda: not core.publisher.epoch_fence._tasks)
+    cluster.world.run_until(lambda: not core.epoch_fence._tasks)
 
 
 def test_tier_wins_for_every_partition_of_a_topic(
@@ -484,7 +484,7 @@ def test_a_look_up_by_time_finds_what_leaves_the_local_log_meanwhile(
         if len(looks) == 1:
             low = dataclasses.replace(partition.log.config, local_retention_bytes=20_000)
             partition.log.config = low
-            await tiered.broker._scheduler.retain(partition.key)
+            await tiered.broker.core.retention.retain(partition.key)
             assert partition.log.local_log_start == 10
         return await read_disk(work)
 

@@ -50,7 +50,7 @@ def restart_everything(cluster: Cluster) -> None:
 
 def purges_of(cluster: Cluster) -> dict[str, str]:
     """Return the purge marks in the controller's image and in the committed records."""
-    decided, committed = cluster.controller.machine.image, cluster.broker.core.publisher.image
+    decided, committed = cluster.controller.machine.image, cluster.broker.core.metadata.image
     return {**decided.purges, **committed.purges}
 
 
@@ -140,8 +140,9 @@ def test_a_broker_that_skips_the_deletion_by_a_snapshot_purges(
     cluster.do(cluster.produce(kit, topic_id, 4))
     partition = partition_of(cluster, topic_id)
     cluster.world.run_until(lambda: partition.tiered_end == 12)
-    follower = cluster.broker.core.publisher
-    image = follower.image
+    core = cluster.broker.core
+    follower = core.publisher
+    image = core.metadata.image
 
     async def ask(request: Any) -> None:
         caller = Caller(
@@ -170,5 +171,5 @@ def test_a_broker_that_skips_the_deletion_by_a_snapshot_purges(
     assert purges_of(cluster) == {topic_id: "flights"}
     assert objects_of(cluster, topic_id)
     cluster.world.run_until(lambda: not purges_of(cluster))
-    assert follower.image is not image
+    assert core.metadata.image is not image
     assert not objects_of(cluster, topic_id)
