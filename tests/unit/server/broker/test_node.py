@@ -329,7 +329,7 @@ def test_a_directory_whose_checkpoints_fail_is_offline_without_an_append(
     core = cluster.broker.core
     root = core.partitions[PartitionKey(one, 0)].writer.disk.storage.root
     warned: list[tuple[str, dict[str, Any]]] = []
-    core.warn = lambda event, **facts: warned.append((event, facts))
+    core.env.warn = lambda event, **facts: warned.append((event, facts))
     cluster.storages[root].fault = lambda operation, path: (
         OSError("I/O error") if operation == "append" and path.endswith(".tmp") else None
     )
@@ -347,7 +347,7 @@ def test_a_directory_whose_checkpoints_fail_is_offline_without_an_append(
     cluster.do(story())
     assert [event for event, _ in warned] == ["directory_offline"]
     assert warned[0][1]["directory"] == root
-    assert core.metrics.offline_directories._value.get() == 1
+    assert core.env.metrics.offline_directories._value.get() == 1
     for refused in (cluster.produce(kit, one, 1), cluster.read(kit, one)):
         with pytest.raises(errors.StorageFailed, match=root):
             cluster.do(refused)
@@ -467,10 +467,11 @@ def test_streams_are_refused_by_name(cluster: Cluster) -> None:
         await caller.close()
         network = cluster.client.network
         stray = wire.Hello(protocol=PROTOCOL, cluster_id="x" * 36)
+        unknown = wire.Hello(protocol=99, protocol_min=99)
         with pytest.raises(errors.ClusterIdMismatch):
             await open_stream(network, LISTEN, StreamKind.CONTROL, stray)
         with pytest.raises(errors.UnsupportedFeature):
-            await open_stream(network, LISTEN, StreamKind.FETCH, wire.Hello(protocol=99))
+            await open_stream(network, LISTEN, StreamKind.FETCH, unknown)
 
     cluster.do(story())
 
