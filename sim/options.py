@@ -64,8 +64,9 @@ _LAST_FAULTS = ("wrong_start",)
 _TABLE_FAULTS = ("delta_rot", "delete_rows")
 #: Files of another build on a stopped node (format_faults.py).  Only runs that name them have them.
 FORMAT_FAULTS = ("other_version", "unknown_field")
-#: The faults that a seed may draw; `SimOptions.faults` holds those that a run may meet.  Tests and
-#: canaries also give `front_lost` (identity_faults.py).
+#: Segments that disappear from the front of a log while its broker is down (identity_faults.py).
+_FRONT_FAULTS = ("front_lost",)
+#: The faults that a seed may draw; `SimOptions.faults` holds those that a run may meet.
 FAULTS = (
     *_FIRST_FAULTS,
     *_LATER_FAULTS,
@@ -75,6 +76,7 @@ FAULTS = (
     *_OBJECT_FAULTS,
     *_LAST_FAULTS,
     *_TABLE_FAULTS,
+    *_FRONT_FAULTS,
 )
 #: The administrator's chores, in two groups for the same reason.
 _FIRST_CHORES = ("recreate", "grow", "delete_records", "configure", "reassign", "elect")
@@ -261,6 +263,7 @@ def _drawn_room(rng: random.Random, options: SimOptions) -> SimOptions:
     reserve = {"disk_reserve_bytes": rng.choice(RESERVE_BYTES)}
     faults = (*faults, *(name for name in _LAST_FAULTS if rng.random() < 0.4))
     faults = (*faults, *(name for name in _TABLE_FAULTS if rng.random() < 0.3))
+    faults = (*faults, *(name for name in _FRONT_FAULTS if rng.random() < 0.15))
     if "delete_rows" in faults:  # this fault needs topics without expiry by age
         topics = (replace(each, configs={**each.configs, **KEPT}) for each in options.topics)
         options = replace(options, topics=tuple(topics))
