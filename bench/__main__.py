@@ -91,7 +91,7 @@ def main() -> int:
     from bench.pk_side import PkSide
 
     given = _arguments()
-    # ended from outside: the sides are stopped and the folder goes, as at the normal end
+    # a signal ended the run: stop the sides and remove the folder, as at the normal end
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     names = list(cases.BY_NAME) if "all" in given.names else list(dict.fromkeys(given.names))
     folder = given.keep or Path(tempfile.mkdtemp(prefix="pk-bench-"))

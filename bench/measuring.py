@@ -20,7 +20,7 @@ from pk.limits import MIB
 
 #: Between rounds: deleted topics vanish and the disk takes a breath.
 PAUSE_S = 1.5
-#: bench M6: what the topics of two rounds of both sides take.
+#: bench M6: the bytes that the topics of two rounds take on both sides.
 TOUCH_BYTES = 5 * 1024 * MIB
 
 Say = Callable[[str], None]

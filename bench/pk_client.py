@@ -32,9 +32,9 @@ import pyarrow as pa
 from bench import values as vocabulary
 
 BATCH_ROWS = 10_000
-#: Futures looked at while sending: enough that the look never waits for what is in flight.
+#: Futures checked while sending: so many that the check never waits for batches in flight.
 _OUTSTANDING = 256
-#: `paced` hands over this often, and says its rate as ProducerPerformance does.
+#: Interval at which `paced` sends; it prints its rate as ProducerPerformance does.
 _PACE_S = 0.01
 _WINDOW_S = 5.0
 _SHARES = {"p50_ms": 0.5, "value": 0.99, "p999_ms": 0.999}

@@ -84,7 +84,8 @@ class PkSide:
         try:
             states = self._admin.describe_topics([topic])
         except errors.UnknownTopicOrPartition:
-            return False  # another broker of a cluster was asked, which has not heard of it yet
+            # another broker of the cluster was asked, which does not know the topic yet
+            return False
         return all(state.leader >= 0 for state in states)
 
     def alter_topic(self, topic: str, configs: Mapping[str, str]) -> None:

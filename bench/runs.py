@@ -97,7 +97,7 @@ def watch(
                 if mark is None:
                     continue
                 costs = (processes.cpu_s([process.pid]), processes.cpu_s(server))
-                # at every mark, for after the last one the process may be gone
+                # at every mark, because the process may have ended after the last one
                 peak_mb = max(peak_mb, processes.peak_rss_mb([process.pid]))
                 if mark.kind == "open" and opened == (0.0, 0.0):
                     opened = costs

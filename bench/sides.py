@@ -219,7 +219,8 @@ def settle(party: Party) -> None:
             time.sleep(STEADY_S)
             if party.probe() == before:
                 return
-        except Exception as trouble:  # whatever the client library raises while the side comes back
+        # any error that the client library raises while the side starts to work again
+        except Exception as trouble:
             last = trouble
             time.sleep(0.2)
     raise SideFailed(f"{party.name} did not settle within {SETTLE_TIMEOUT_S:.0f} s: {last!r}")

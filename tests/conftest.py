@@ -16,7 +16,7 @@ from xdist.scheduler import LoadScopeScheduling
 #: Tests that start a JVM: one at a time, and those of tests/spark share a session.
 JVM = ("tests/spark/", "tests/integration/test_demo.py", "tests/integration/test_readme.py")
 
-# A deadline measures the machine, not the code; a failure prints what reproduces it.
+# A deadline would measure the machine, not the code.  A failure prints how to reproduce it.
 _COMMON = {
     "deadline": None,
     "print_blob": True,

@@ -31,7 +31,7 @@ NEXT = r"(?:\s*[,–]|\s+and|\s+to)\s+|–"
 MODULE = r"[a-z_]+/[a-z_]+|bench|world|effects"
 QUALIFIED = re.compile(rf"\b({MODULE})\s+(?:#:?\s+)?({ID}(?:(?:{NEXT})(?:#:?\s+)?{ID})*)\b")
 BARE = re.compile(rf"(?<![\w/.-]){ID}(?![\w-])")
-#: What a docstring may consist of and still say nothing.
+#: Texts of which a docstring may consist without saying anything.
 CODES = re.compile(rf"\b(?:{ID}|{MODULE}|KIP-\d+|[Rr]ules?|[Ii]nvariants?|and|to|of)\b|[\W_]")
 THIS = "tests/test_tidy_numbers.py"
 

@@ -14,13 +14,13 @@ import pytest
 
 from tests.test_tidy import prose_of, python_files, sources, text_of
 
-#: What a sentence says instead: the name of the process, the class, the file or the record.
+#: A sentence names the process, the class, the file or the record instead.
 FORBIDDEN = [
     "whoever", "whomever", "nobody", "somebody", "everybody", "anew", "that one", "the one that",
     "what is gone", "(?:is|are|was|were|be|been) told", "tells? of", "hears? of", "comes? to be",
 ]  # fmt: skip
 CONSTRUCTION = re.compile(rf"\b(?:{'|'.join(FORBIDDEN)})\b", re.IGNORECASE)
-#: They name the forbidden constructions, or are a record of what was.
+#: Pages that name the forbidden constructions, or record the past.
 EXCEPT = {"docs/STYLE.md", "docs/sim-long.md", "CHANGELOG.md", "tests/test_tidy_prose.py"}
 INDENTED = re.compile(r"\s+(?:#:? ?)?")
 

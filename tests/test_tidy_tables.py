@@ -82,7 +82,7 @@ def test_tables_are_whole() -> None:
     report({path: broken(path, text_of(path)) for path in [*python_files(), *pages]})
 
 
-#: A table as it was written, and what a reflow made of it.
+#: A table as it was written, and the text after a reflow.
 WHOLE = '''"""One segment.
 
     00.log        batches

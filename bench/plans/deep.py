@@ -47,7 +47,8 @@ class Deep(Base):
             size = sum(path.stat().st_size for path in side.segment_files(topic))
             bench.say(f"filling {topic}: {size / 1e9:.1f} of {bench.size_gb:g} GB")
         os.sync()
-        for role in ("peer", "pk"):  # untimed: the first to come would pay for a disk still at work
+        # untimed: the first timed run would wait for a disk that is still writing
+        for role in ("peer", "pk"):
             self.round(role, "")
 
     def round(self, role: str, mode: str) -> Sample:

@@ -30,7 +30,7 @@ from pk.wire import pk_pb2 as wire
 from pk.wire.calls import PROTOCOL, head_of
 
 BUDGET_BYTES = 64 * MIB
-#: Garbage collection runs on a tick, and the allocator keeps what it was given back.
+#: Garbage collection runs on a tick, and the allocator keeps freed memory.
 SLACK_BYTES = 160 * MIB
 DESCRIPTORS = 1_024
 TOPIC = "neighbour"
@@ -120,7 +120,8 @@ def served(work: Path) -> Iterator[EmbeddedServer]:
     try:
         with AdminClient(server.address) as admin:
             admin.create_topic(TOPIC)
-        with Producer(server.address) as producer:  # what is loaded once counts for no attack
+        # modules that are loaded once do not count for an attack
+        with Producer(server.address) as producer:
             producer.send(TOPIC, bytes(MIB)).result(60)
         yield server
     finally:

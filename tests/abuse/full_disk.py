@@ -194,7 +194,9 @@ def tell(work: Path, short: bool) -> Facts:
                 story.full("full", victim, load, 0)
                 story.disks[victim].make_room()
                 until(lambda: story.led_by("t", victim), "the preferred leader comes back")
-            else:  # what moved just now stays for a minute: a node that leads none of it
+            # partitions that have just moved stay for a minute: choose a node that leads none of
+            # them
+            else:
                 story.disks[victim].make_room()
                 second = next(node for node in story.disks if len(story.led_by("t", node)) == 1)
                 story.full("full", second, load, 0)
@@ -232,7 +234,7 @@ def _ping_pong(story: Story, victim: int, load: Load, before: dict[int, int]) ->
     block_s(5.0)
     load.served(story.all)
     settled = story.epochs()
-    block_s(DWELL_S)  # so that what comes next may move at once
+    block_s(DWELL_S)  # so that the partitions may move again at once
     assert story.epochs() == settled, "nothing moves without a reason"
 
 

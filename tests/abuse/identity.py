@@ -26,7 +26,7 @@ RECORDS = 40
 PATIENCE_S = 60
 #: Flips in each file; all of them in the short form together.
 FLIPS, FLIPS_SHORT = 12, 3
-#: Files of the data directory that say whose it is, or how far something is.
+#: Files of the data directory that contain its identity, or offsets.
 KINDS = (
     "pk.json",
     "run.json",

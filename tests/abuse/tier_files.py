@@ -103,7 +103,8 @@ class Bench:
                     for _, rows in consumer.poll_batches(0.5):
                         found += _rows(rows)
                 except errors.PkError as error:
-                    # An error is raised before what was fetched earlier: that comes first here.
+                    # An error is raised before rows that were fetched earlier: return those rows
+                    # first.
                     reached = found[-1][0] + 1 if found else start
                     if reached >= min(int(error.details.get("start", 0)), end):
                         return found, error

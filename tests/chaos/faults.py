@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Fault = Callable[["Campaign", "Round", "Load"], None]
 
 ASK_S = 3.0
-#: How much later than the session's end an isolated leader may answer what it took before.
+#: How long after its session's end an isolated leader may answer earlier requests.
 R6_SLACK_S = 1.0
 #: An active controller without a majority answers no heartbeat after this (Timing.lease_ms).
 LEASE_S = 1.0

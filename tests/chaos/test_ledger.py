@@ -34,7 +34,7 @@ def test_what_is_allowed(found: list[tuple[int, int]]) -> None:
 @pytest.mark.parametrize(
     ("found", "demand"),
     [
-        ([(0, 0)], "D2"),  # an acknowledged record is gone
+        ([(0, 0)], "D2"),  # an acknowledged record is missing
         ([(0, 0), (2, 1)], "D2"),  # … or elsewhere
         ([(0, 0), (1, 1), (2, 1)], "D1"),  # twice
         ([(0, 0), (1, 1), (2, 2), (3, 2)], "D1"),  # unknown, and twice

@@ -28,7 +28,7 @@ HELLO = wire.Hello(client_id="witness", protocol=PROTOCOL)
 PAUSE_MS = 50
 PARKED_MAX_S = 120.0
 STARTED_MAX_S = 30.0
-#: Nothing is said to a session that is let in.
+#: A session that is accepted gets no message.
 REFUSED_MAX_S = 2.0
 
 
@@ -39,7 +39,7 @@ class Witness:
         self.address, self.topic_id, self.partition = address, topic_id, partition
         self.served_at = 0.0  #: when acks=1 was last acknowledged
         self.refused: dict[str, int] = {}  #: answers that were none, by error
-        self.parked = ""  #: what acks=all was answered: an error's name, or `acknowledged`
+        self.parked = ""  #: the answer to acks=all: an error's name, or `acknowledged`
         self.parked_at = 0.0
         self._ready = threading.Event()
         self._park = threading.Event()

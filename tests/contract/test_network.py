@@ -72,7 +72,7 @@ def _run_real(test: Test, address: str, transport: str = "pk") -> None:
         finally:
             await client.close()
             await server.close()
-        # grpc has one poller for all loops of a process, and may tell it of one that is closed.
+        # grpc has one poller for all loops of a process, and may still notify a closed loop.
         assert not [each for each in failures if "PollerCompletionQueue" not in each["message"]]
 
     asyncio.run(main())

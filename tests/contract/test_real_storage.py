@@ -203,7 +203,7 @@ def test_a_directory_that_went_from_under_its_owner_has_failed(tmp_path: Path) -
             lambda: storage.list("topics"),
             lambda: storage.read_file("topics/t-0/0.snapshot"),
             lambda: storage.sync_dir("topics"),
-        ):  # what is not found there is not absent
+        ):  # a file that is not found does not count as absent
             storage.failed = None
             with pytest.raises(errors.StorageFailed, match="unmounted"):
                 look()

@@ -368,7 +368,7 @@ def test_a_watch_looks_at_all_its_streams_and_then_rests(monkeypatch: Any) -> No
 
         def check_acknowledged(self) -> None:
             seen.append(self.name)
-            if self.name == "b":  # what breaks is looked at no more
+            if self.name == "b":  # broken streams are not checked any more
                 looker.remove(self)
 
     looker = dead_peers.DeadPeerDetector()

@@ -258,7 +258,7 @@ def provoke(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> Callable[[str,
                 raise OSError(errno.ENOSPC if what == "full" else errno.EIO, "injected")
             return write(
                 fd, [b"".join(buffers)[:5]], position
-            )  # some of it gets there, then nothing more
+            )  # a part is written, then every write fails
 
         def fails(fd: int) -> None:
             raise OSError(errno.EIO, "injected")

@@ -44,13 +44,13 @@ class Kit:
     factory: TableFactory
     drop: Callable[[], None]
     roll_back: Callable[[int], None]
-    damage: Callable[[str], Callable[[], None]]  #: what it alters → how it is mended
+    damage: Callable[[str], Callable[[], None]]  #: what the outsider alters → how it is repaired
 
     def table(self) -> Table:
         return self.factory.table(TOPIC, TOPIC_ID)
 
 
-#: What becomes of the newest commit's JSON: a pattern and what stands there afterwards.
+#: Changes of the newest commit's JSON: a pattern and its replacement.
 DAMAGE = {
     "no add": (r'\{"add"', '{"aed"'),
     "bound": (r"(maxValues.*?offset.*?)\d(\d)", r"\g<1>0\2"),

@@ -109,7 +109,7 @@ def test_both_sides_of_a_damaged_batch_are_read_and_the_range_is_told_once(tmp_p
             assert values(consumer, FLIPPED) == whole[:FLIPPED]
             refused(consumer, errors.DataLoss, rf"offsets \[{FLIPPED}, {FLIPPED + 1}\)")
             assert values(consumer, BATCHES - FLIPPED) == [*whole[FLIPPED:], BATCHES]
-        # Nothing is repaired by itself, nor beside a running broker.
+        # The broker repairs nothing by itself, and the command refuses while a broker runs.
         (row,) = repair(tmp_path)["ranges"]
         assert (row["partition"], row["offset"], row["next_offset"]) == (
             f"{TOPIC}-0", FLIPPED, FLIPPED + 1,

@@ -181,7 +181,7 @@ def test_a_directory_that_fails_takes_its_own_partitions_offline(
         holds(node, kept, stored[kept])
     if fails is unmounted:
         assert not list(bad.iterdir()), "what the name leads to now is somebody else's"
-        return  # a tmpfs that was unmounted is gone with the process
+        return  # an unmounted tmpfs vanishes with the last process that uses it
     node.stop()
     subprocess.run(["umount", str(bad)], check=True)
     node.start()

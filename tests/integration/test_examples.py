@@ -12,7 +12,7 @@ from pk.cli.embedded import EmbeddedServer
 
 #: The address that the examples name.
 ADDRESS = "localhost:9092"
-#: In an order in which each finds what the one before left.
+#: The order matters: each example uses the records of the one before.
 CLASSES = (pk.AdminClient, pk.Producer, pk.Consumer)
 
 

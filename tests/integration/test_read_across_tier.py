@@ -102,7 +102,9 @@ def test_every_record_once_in_order_while_segments_go(tmp_path: Path) -> None:
                         moved.append(local_starts(admin))
                         gone = all(map(gt, moved[-1], began))
                         if gone and all(map(gt, positions, moved[-1])):
-                            writer.enough.set()  # it read cold, then hot; segments went meanwhile
+                            # it read from the tier, then from the log; segments were dropped
+                            # meanwhile
+                            writer.enough.set()
                             writer.join()
                     elif positions == writer.counts:
                         break

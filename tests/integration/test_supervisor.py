@@ -168,7 +168,7 @@ def test_a_life(start: Callable[..., Server], tmp_path: Path) -> None:
     assert "broker_left" in err
     assert "broker_fenced" not in err  # nothing failed
     assert all(gone(pid) for pid in ready["pids"].values())
-    identity = tmp_path / "data" / "pk.json"  # an upgrade that writes the same bytes goes on
+    identity = tmp_path / "data" / "pk.json"  # a newer build that writes the same format continues
     known = sealed.decode(identity.read_bytes())
     identity.write_bytes(sealed.encode({**known, "build": "0.0.1"}))
     again = start("--dir", directory, "--listen", "127.0.0.1:0").line()

@@ -33,7 +33,7 @@ class Peer:
             budget.reserve(self.account)
         self.size = 0  #: of the frame that is being received; 0 = none
         self.whole: list[int] = []  #: frames that the handler has not freed
-        self.sent = 0  #: bytes that the peer has said of it
+        self.sent = 0  #: bytes of it that the peer has sent
         self.closed = False
         self.done = 0
 

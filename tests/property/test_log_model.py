@@ -105,8 +105,8 @@ class Life:
         self.list: list[Batch] = []  #: written, the deleted ones too
         self.decided: list[Batch] = []  #: and those that may be, behind it
         self.ever: dict[int, list[Batch]] = {}  #: decided, by base offset
-        self.origin = 0  #: below it nothing is known of who wrote
-        self.dropped = False  #: the list begins with batches whose segments are gone
+        self.origin = 0  #: below it the producers are not known
+        self.dropped = False  #: the list begins with batches whose segments were dropped
         self.known_exactly = True
         self.power_lost = False
         self.synced = 0
@@ -258,7 +258,7 @@ class Life:
         self.start = max(self.start, plan.log_start)
         self.log.advance_log_start(self.start)
         self.dropped = self.dropped or bool(plan.drop)
-        if plan.drop and self.power_lost:  # with it went snapshots, perhaps
+        if plan.drop and self.power_lost:  # snapshots may have been removed with it
             self.known_exactly = False
         rename, remove = self.log.drop_segments(plan)
         with self._maybe_full():

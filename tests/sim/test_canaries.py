@@ -13,7 +13,7 @@ from pk.sim.canaries import CANARIES, recorded
 
 pytestmark = [
     pytest.mark.sim,
-    # what a killed node left half done is unwound when its world ends, and may complain
+    # tasks of a killed node are unwound when its world ends, and may raise errors
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 

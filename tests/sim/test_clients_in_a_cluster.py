@@ -59,7 +59,7 @@ def test_a_silent_leader_is_left_when_another_is_elected(make: Any, seed: int) -
     kit.silence(leader)
     assert lines.after() < SESSION_MS + 500
     assert reader.after() < 500
-    kit.silence(leader, heal=True)  # it wakes up and gets to what it was sent
+    kit.silence(leader, heal=True)  # it continues, and handles the waiting requests
     kit.until(lambda: len(kit.state("t").isr) == 3)
     lines.after()
     lines.stop()
@@ -143,7 +143,7 @@ def test_a_silent_leader_stops_its_own_partitions_only(make: Any, seed: int) -> 
         reader.after(partition)
     silent = 1 + seed
     kit.silence(silent)
-    kit.wait(600)  # R2: the others wait for it as a follower for so long
+    kit.wait(600)  # R2: it is a follower now, and the others wait for it for that long
     for partition in range(3):
         if kit.state("t", partition).leader != silent:
             assert lines.after(partition) < 200
@@ -328,7 +328,7 @@ def test_an_unclean_election_is_told_to_readers(make: Any) -> None:
     kit.soon(lambda: kit.state("t").isr == (leader,))
     lines.after()
     reader.after()
-    kit.power_loss(leader)  # alone in sync, it comes back without what was never flushed
+    kit.power_loss(leader)  # it alone was in sync, and comes back without the unflushed records
     read = len(reader.rows[0])
     for n in kit.boots:
         kit.boot(n)

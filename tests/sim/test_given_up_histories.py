@@ -49,7 +49,7 @@ def test_a_watermark_of_lost_records_does_not_outlive_them(make: Any) -> None:
     kit.sim.network.cut(f"b{leader}", f"b{behind}")
     Ledger(kit, "t", acks=1, enable_idempotence=False)
     kit.until(lambda: kit.replica(n, "t").log.written_end > named)
-    kit.kill(behind)  # it has what is committed, and no more: it may lead next
+    kit.kill(behind)  # it has every committed record and no other: it may lead next
     kit.sim.network.cut(f"b{leader}", f"b{n}")
     kit.kill(n)
     kit.boot(n)

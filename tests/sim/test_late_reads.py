@@ -66,7 +66,7 @@ def test_what_a_leader_reads_after_its_office_is_no_answer_of_it(make: Any) -> N
     append(kit, old, "t", b"a")
     kit.until(lambda: follower.log.written_end == 4)
     release = kit.hold_metadata(n)
-    kit.wait(POLL_WAIT_MS)  # what it asks for already
+    kit.wait(POLL_WAIT_MS)  # the replica has already fetched from there
     held = hold_reads(leading, kit.brokers[old].core.env.clock)
     append(kit, old, "t", b"b")
     kit.until(lambda: bool(held))

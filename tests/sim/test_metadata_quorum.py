@@ -10,7 +10,7 @@ import pytest
 from pk.types import NONE
 from tests.kit.raft_cluster import Node, RaftCluster
 
-# what a killed node left half done is unwound when its world ends, and may complain
+# tasks of a killed node are unwound when its world ends, and may raise errors
 pytestmark = [
     pytest.mark.sim,
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),

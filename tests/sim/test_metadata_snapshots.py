@@ -22,7 +22,7 @@ from pk.wire import pk_pb2 as wire
 from pk.wire.calls import PROTOCOL, Caller
 from tests.kit.raft_cluster import Node, RaftCluster
 
-# what a killed node left half done is unwound when its world ends, and may complain
+# tasks of a killed node are unwound when its world ends, and may raise errors
 pytestmark = [
     pytest.mark.sim,
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
@@ -135,7 +135,7 @@ def test_a_voter_that_dies_in_any_step_of_loading_a_snapshot_comes_back(
         cluster.until(lambda: not cluster.alive(late) or caught_up(cluster, late))
         loads += late.heard("metadata_snapshot_loaded")
         done = cluster.alive(late)
-        late.storage.crash_at = None  # it is not to die of what comes behind the load
+        late.storage.crash_at = None  # it must not die in operations after the load
         if not done:
             deaths += 1
             cluster.down(late, power=power)

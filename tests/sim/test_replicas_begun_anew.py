@@ -125,8 +125,8 @@ def test_a_snapshot_of_who_leads_no_more_is_not_where_to_begin(make: Any) -> Non
     kit.boot(n)
     kit.until(lambda: bool(asked))
     release = kit.hold_metadata(n)
-    kit.wait(POLL_WAIT_MS)  # what it asks for already
-    kit.sim.network.cut(f"b{leader}", f"b{second}")  # it comes back with nothing
+    kit.wait(POLL_WAIT_MS)  # the replica has already fetched from there
+    kit.sim.network.cut(f"b{leader}", f"b{second}")  # it comes back with an empty log
     kit.brokers[leader].core.failures.storage_failed(partition, errors.CorruptLog("damaged"))
     kit.until(lambda: kit.events("replica_made_anew") == 1)
     kit.wait(1_000)

@@ -144,7 +144,7 @@ def test_a_replica_is_not_made_anew_on_an_image_from_before_the_answer(make: Any
     kit.sim.network.heal(f"b{n}", "controller")
     kit.until(lambda: n not in core.metadata.image.partition(key).isr)
     core.lifecycle.call = stands
-    kit.wait(POLL_WAIT_MS)  # what was under way is answered
+    kit.wait(POLL_WAIT_MS)  # requests under way are answered
     damage(kit, "t", n)
     kit.until(lambda: key in core.lifecycle.offline_reports.acknowledged)
     task = kit.sim.spawn(f"b{n}", core.replica_manager.settle(key))

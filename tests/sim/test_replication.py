@@ -267,7 +267,7 @@ def test_a_damaged_replica_is_made_anew(make: Any) -> None:
     ledger = Ledger(kit, "t")
     ledger.more(2_000)
     leader, n = kit.state("t").replicas[:2]
-    kit.drain(n)  # its directory says that everything is flushed
+    kit.drain(n)  # its checkpoint states that everything is flushed
     storage = kit.storages[n]
     path = next(name for name in sorted(storage.files()) if name.endswith("00000000.log"))
     raw = bytearray(storage.read_file(path))

@@ -172,7 +172,8 @@ def test_what_an_unclean_leader_may_not_have_is_not_taken_for_committed(make: An
     ledger = written(kit, "t", 100)
     leader, second, n = kit.state("t").replicas
     replica = kit.replica(n, "t")
-    replica.update_high_watermark(replica.log.written_end + 1_000)  # of records that never came
+    # a watermark of records that never arrived
+    replica.update_high_watermark(replica.log.written_end + 1_000)
     kit.kill(leader)
     kit.until(lambda: kit.state("t").leader == second)
     more = Ledger(kit, "t", acks=1, enable_idempotence=False)

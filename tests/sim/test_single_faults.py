@@ -82,7 +82,7 @@ def test_a_broker_starts_at_the_wrong_time_and_with_an_empty_disk_at_the_right_o
 
         cluster.on_broker = watch
         machine.jump(50_000)
-        machine.clock.step(7)  # of another fault, which says when it ends
+        machine.clock.step(7)  # this belongs to another fault, which ends it
         machine.start(BROKER)
         world.loop.run_for_ms(100)
         assert seen == [50_007]

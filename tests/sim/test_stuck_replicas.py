@@ -34,7 +34,7 @@ def test_a_stream_that_opens_under_a_registration_that_is_over_goes(make: Any) -
     kit.ask(wire.UnregisterBrokerRequest(broker_id=n))
     fetcher = kit.replica(n, "t").replica.fetcher
     known = fetcher._session
-    for ends in ((n, leader), (leader, n)):  # who connects is four seconds at it
+    for ends in ((n, leader), (leader, n)):  # a connection takes four seconds
         kit.sim.network.link(f"b{ends[0]}", f"b{ends[1]}").delay_us = (1_000_000, 1_000_000)
     fetcher._stream.close()
     kit.until(lambda: fetcher._stream is None)
@@ -62,7 +62,7 @@ def test_who_stops_fetches_from_nobody_new(make: Any) -> None:
 
     async def close_and_hear() -> None:
         await close()
-        release()  # of the next leader, of whom nothing was fetched yet
+        release()  # from the next leader, from which nothing was fetched yet
         await core.env.clock.sleep_ms(100)
 
     core.fetchers.close = close_and_hear

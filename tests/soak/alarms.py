@@ -30,12 +30,12 @@ LOGGED = "warnings and errors logged"
 KINDS = (FENCED, REGISTERED, ELECTED, SHRUNK, CONTROLLER, DIED, LOGGED)
 
 _LINE = re.compile(r"^(\S+Z) (INFO|WARNING|ERROR|BUG) (\S+) (\S+)(.*)$")
-#: Events that are alarms, at whatever level they are said.
+#: Events that are alarms, at whatever level they are logged.
 _MEANING = {
     "broker_fenced": FENCED, "broker_registered": REGISTERED, "active_controller": CONTROLLER,
     "child_died": DIED,
 }  # fmt: skip
-#: What is said at the level INFO and is a step on the way to one.
+#: Events of level INFO that lead to an alarm.
 _STEPS = (
     "controller_resigned", "leaderless", "fence_failed", "recovery_failed", "child_restarted",
     "preferred_leaders",

@@ -21,7 +21,8 @@ class Churn:
 
     def __init__(self, address: str, every_s: float, partitions: int) -> None:
         self._address, self._every_s, self._partitions = address, every_s, partitions
-        self.took_ms: list[tuple[str, int, int]] = []  #: what, when since the start, how long
+        #: operation, seconds since the start, duration
+        self.took_ms: list[tuple[str, int, int]] = []
         self.errors: dict[str, int] = {}
         self._begin_s = monotonic_s()
         self._stop = threading.Event()

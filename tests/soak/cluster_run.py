@@ -70,15 +70,15 @@ TOPIC_SETTINGS = {
     "retention_bytes": RETENTION,
     "file_delete_delay_ms": 1_000,
 }
-#: Timeouts are the server's own: they are what is tested.
+#: The timeouts are the server's defaults, because the run tests these.
 SERVER_SETTINGS = {
     "default_replication_factor": 3,
     "min_insync_replicas": 2,
     "log_retention_check_interval_ms": 1_000,
 }
-#: Per partition: what retention keeps (whole segments: up to one more), and the active segment.
+#: Per partition: the retained segments (up to one more than the bound), and the active one.
 KEPT_BYTES = PARTITIONS * (RETENTION + 2 * SEGMENT)
-#: What comes meanwhile is there, too: until retention looks, and until it deletes.
+#: Also records that arrive before retention runs, and before its segments are deleted.
 DELETED_AFTER_MS = (
     SERVER_SETTINGS["log_retention_check_interval_ms"] + TOPIC_SETTINGS["file_delete_delay_ms"]
 )

@@ -9,7 +9,7 @@ import pytest
 
 BATCHES = 6
 FLIPPED = 3
-SIZE = 40_000  #: more than what the broker keeps in memory (log/batch_cache.py)
+SIZE = 40_000  #: more than the broker keeps in memory (log/batch_cache.py)
 
 
 def damaged_topic(cluster: Any) -> str:

@@ -20,7 +20,7 @@ from pk.wire.calls import head_of
 from pk.world import Disconnected
 from tests.kit.fake_broker import FakeBroker, FakeCluster
 
-#: Every time-out there is, and what a call may take beyond it: its last word, and closing.
+#: Every time-out, and how long a call may last beyond it: for its error, and for closing.
 LIMIT_MS = 500
 BEYOND_MS = 300
 

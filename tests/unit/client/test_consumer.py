@@ -68,7 +68,7 @@ def test_a_seek_right_behind_an_assignment_is_never_too_late(world: Any) -> None
     world.put(T1, b"0", b"1")
     consumer = world.consumer(auto_offset_reset="none")
     consumer.assign([T0, T1])
-    world.pass_ms(500)  # the fetcher found out that it has no position, and said so
+    world.pass_ms(500)  # the fetcher found that it has no position, and reported it
     consumer.seek(T0, 1)
     assert consumer.position(T0) == 1
     consumer.seek(T1, 0)

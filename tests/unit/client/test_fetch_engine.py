@@ -140,7 +140,7 @@ def test_no_complaint_is_dropped_unsaid(bench: Any) -> None:
     b.cluster.create("t", 1_050)
     b.on_client(b.engine.assign, [TopicPartition("t", each) for each in range(1_050)])
     b.sim.loop.run_for_ms(300)
-    b.on_client(b.engine._raise, b.engine.problems[-1])  # what repeats itself takes no room
+    b.on_client(b.engine._raise, b.engine.problems[-1])  # a repeated error takes no room
     assert [told.place.partition for told in b.engine.problems] == list(range(1_050))
 
 

@@ -129,7 +129,7 @@ GOOD: dict[type, dict[str, dict[str, Any]]] = {
     },
 }  # fmt: skip
 
-#: They take anything, and say that they are not in this build.
+#: Calls that accept anything, and raise that they are not in this build.
 NOT_YET = {
     "init_transactions", "begin_transaction", "send_offsets_to_transaction", "commit_transaction",
     "abort_transaction", "commit", "committed", "group_metadata",

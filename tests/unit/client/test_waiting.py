@@ -14,7 +14,7 @@ import pytest
 from pk.client import waiting
 from pk.client.waiting import Monitor, WakeupSignal
 
-#: Behind these CPython looks whether a signal came.
+#: After these instructions CPython checks for signals.
 LOOKS = {"RESUME", "CALL", "CALL_KW", "CALL_FUNCTION_EX", "JUMP_BACKWARD"}
 
 

@@ -47,7 +47,7 @@ async def _get(port: int, request: bytes) -> bytes:
         answer = await reader.read()
         writer.close()
         await writer.wait_closed()
-    except ConnectionResetError:  # what was too long is not read to its end
+    except ConnectionResetError:  # a request that is too long is not read to its end
         answer = b""
     return answer
 

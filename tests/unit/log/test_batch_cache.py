@@ -60,7 +60,7 @@ def test_nothing_at_or_above_the_bound(kept: Any) -> None:
     assert read(kept, 0, bound=5).next_offset == 4
     assert read(kept, 0, bound=1) is None
     assert read(kept, 4, bound=4) is None
-    assert read(kept, 6, bound=10) is None  # nor what is not written
+    assert read(kept, 6, bound=10) is None  # and no batch that is not written
 
 
 def test_the_bytes_asked_for_are_not_exceeded_but_by_one_batch_alone(kept: Any) -> None:

@@ -438,7 +438,7 @@ def test_an_earlier_topic_of_the_name_goes_out_of_the_way() -> None:
         await append(manager, PartitionKey("old", 0))
         await append(manager, PartitionKey("old", 1))
         house.storages[0].crash()
-        manager = await house.begun()  # nothing is loaded: both stand in the way
+        manager = await house.begun()  # nothing is loaded: both directories are in the way
         manager.gone = lambda found: found.topic_id == "old"
         mine = [wanted(2, "old")[0], wanted(2, "new")[1]]
         first, second = logs_of(await manager.create_all(mine))

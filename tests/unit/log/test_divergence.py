@@ -81,7 +81,7 @@ def test_a_follower_below_the_known_epochs_begins_at_the_first_segment(
         (EPOCHS, 1, 15, EpochEnd(1, 10)),
         (EPOCHS, 3, 5, EpochEnd(1, 5)),
         (EPOCHS, 5, 15, EpochEnd(4, 15)),
-        (EPOCHS, 5, 25, EpochEnd(5, 20)),  # what was read is lost, with its epoch
+        (EPOCHS, 5, 25, EpochEnd(5, 20)),  # the records that were read are lost, with their epoch
         (UNKNOWN, 5, 15, None),
         (UNKNOWN, 5, 25, EpochEnd(5, 20)),
     ],

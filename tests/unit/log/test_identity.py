@@ -185,7 +185,7 @@ def test_what_an_operator_adopts_or_discards_is_told_to_the_cluster_first() -> N
         with pytest.raises(errors.InvalidOption, match="--topic-id"):
             adoption.to_adopt(storage, "t-0", "")
         adoption.adopt(storage, "t-0", adoption.to_adopt(storage, "t-0", "tid"))
-        for _ in range(2):  # as long as the cluster was not told
+        for _ in range(2):  # as long as the cluster does not know
             manager, problems = await begun(house)
             assert (problems, list(manager.operator_marked)) == ([], [KEY])
             assert manager.logs()[KEY].log_end == 20

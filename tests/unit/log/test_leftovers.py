@@ -57,7 +57,7 @@ def test_what_a_repair_cuts_no_power_loss_brings_back() -> None:
         refused = bench.storage.peek(_file(0))
         assert len(refused) > len(kept)
         _durable(bench)
-        bench.append(make_batch(1, 10))  # the repair goes first
+        bench.append(make_batch(1, 10))  # the repair is performed first
         assert "cut" not in bench.storage.names(PATH)
         bench.storage.power_loss(random.Random(seed))
         assert not bench.storage.peek(_file(0)).startswith(refused)
@@ -112,7 +112,7 @@ def test_an_index_that_did_not_fit_does_not_come_back() -> None:
     bench.log.roll()
     bench.append(make_batch(1, 10))
     _durable(bench)
-    bench.storage.open(_file(0)).truncate(74 + 4)  # what a power loss kept: the first batch
+    bench.storage.open(_file(0)).truncate(74 + 4)  # the power loss left the first batch
     for name in bench.storage.names(PATH):
         if name.startswith("0" * 19 + "3"):
             bench.storage.remove(f"{PATH}/{name}")

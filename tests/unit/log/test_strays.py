@@ -68,7 +68,7 @@ def test_a_stray_that_is_known_later_goes_on_where_it_stands(power: bool, seed: 
         assert await again.load(lambda topic_id, tp: None) == []
         assert again.logs() == {}
         assert again.is_stray(KEY)
-        for storage in house.storages:  # in this boot: what was torn was repaired, known or not
+        for storage in house.storages:  # in this boot: torn logs were repaired, known or not
             storage.crash()
         third = house.manager(boot_id=boot)
         await third.open()
@@ -284,7 +284,7 @@ def test_what_could_not_be_opened_is_not_made_anew_once_its_directory_has_failed
         tries = [NewPartition(each, "tid", CONFIG, again=True) for each in (TP, other)]
         lost, found = await again.create_all(tries)
         assert isinstance(lost, errors.StorageFailed)
-        assert isinstance(found, PartitionLog)  # what stands in the other goes on
+        assert isinstance(found, PartitionLog)  # the log in the other directory continues
         (new,) = await again.create_all([NewPartition(TopicPartition("t", 2), "tid", CONFIG)])
         assert isinstance(new, PartitionLog)
         await again.close()

@@ -477,7 +477,7 @@ class Cluster:
             frame = kit.produce(
                 (0, kit.batch()), topic_id=topic_id, correlation_id=turn + 1, acks=acks
             )
-            with contextlib.suppress(Disconnected):  # a stream that was refused says why
+            with contextlib.suppress(Disconnected):  # a refused stream gets the reason
                 await stream.send(frame)
             (answer,) = await kit.results(stream, 1)
             if answer.HasField("error"):

@@ -181,7 +181,7 @@ def test_a_replica_that_died_on_the_way_gives_up_once_more_what_its_era_cost() -
     check.committed(KEY, 2, [Mark(0, 8, 0, 1)])
     oracle.era_ends(*KEY, 0.0)
     check.given_up(2, KEY)
-    check.check(replica(2, high_watermark=8, life=2))  # it died before anything went
+    check.check(replica(2, high_watermark=8, life=2))  # it died before any record was lost
     check.committed(KEY, 2, [Mark(0, 8, 0, 1)])
     check.check(replica(2, log_end=5, life=2))
     check.committed(KEY, 2, [Mark(5, 8, 1, 1)])

@@ -51,7 +51,7 @@ def test_a_stall_holds_one_direction_of_one_stream() -> None:
             network.break_streams("client", "server")
             with pytest.raises(Disconnected):
                 await held.recv()
-            await clock.sleep_ms(2_000)  # the end of a stall of a stream that is gone
+            await clock.sleep_ms(2_000)  # a stall ends whose stream is closed
 
         world.run(main())
 

@@ -336,7 +336,7 @@ def test_a_topic_that_a_broker_does_not_know_yet_is_no_loss(broker):
     end = step(one, start)
     broker.unknown_topics = 2
     assert offsets_of(one, start, end) == list(range(5))
-    broker.behind = [{}]  # the executor's process asks who leads
+    broker.behind = [{}]  # the executor's process asks for the leader
     assert offsets_of(one, start, end) == list(range(5))
 
 

@@ -134,7 +134,7 @@ def test_a_refused_hand_over_starts_again_from_the_table() -> None:
     late = it.take(copying.Upload)
     it.step(copying.OperationFailed(hand_over, errors.UnknownTierRange("ends at 150")))
     it.table(150)
-    it.uploaded(late, 200)  # an answer to what was given up changes nothing (tiering/copier K3)
+    it.uploaded(late, 200)  # an answer to an abandoned request changes nothing (tiering/copier K3)
     assert it.sent == []
     it.wake()
     assert it.take(copying.Upload).start == 150

@@ -141,7 +141,7 @@ def test_no_flipped_bit_of_a_page_gives_other_rows() -> None:
             refused += 1
             continue
         assert found == GOOD[1][:end]
-        refused += end < ROWS  # the second row group is damaged: the first one came
+        refused += end < ROWS  # the second row group is damaged: the first one was returned
     assert refused > 500
 
 

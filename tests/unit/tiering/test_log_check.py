@@ -162,7 +162,7 @@ def test_a_walk_reads_no_more_than_it_must() -> None:
     assert walk.wanted() == []
     walk.finish()
     walk = log_check.CommitWalk(uri, 900, files, -1)
-    walk.take(900, None)  # cleaned up: nothing says what the files were
+    walk.take(900, None)  # the log was cleaned up: the earlier files are unknown
     assert walk.wanted() == []
     walk.finish()
 

@@ -25,7 +25,7 @@ def test_what_is_gone_is_not_deleted_again_while_the_log_names_it() -> None:
     it = Tombstones(0)
     assert it.looked(["a"], 10) == ["a"]
     it.deleted(["a"], 100)
-    # tiering/tombstones M2: what was removed before the start may not have been old enough
+    # tiering/tombstones M2: files removed before the start may not have been old enough
     assert it.must_look(100)
     assert it.looked(["a", "b"], 50) == ["b"]
     it.deleted(["b"], 100)

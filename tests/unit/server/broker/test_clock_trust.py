@@ -204,7 +204,7 @@ def test_a_clock_that_was_set_in_a_process_is_doubted_by_the_next_one() -> None:
 
 def test_without_a_last_run_logs_wait_and_an_empty_directory_does_not() -> None:
     node = running()
-    node.last = None  # the file is gone, or damaged
+    node.last = None  # the file is missing, or damaged
     node.appended_ms = node.wall_ms
     node.start()
     assert node.alone() is Doubt.START
@@ -221,7 +221,7 @@ def test_an_operator_ends_every_doubt() -> None:
     node.start(off_ms=SECOND, step_ms=DAY)
     assert node.trust.confirm() is Doubt.START
     assert node.passes(SECOND) is Doubt.NONE
-    assert node.alone(step_ms=DAY) is Doubt.STEP  # the word was for that time only
+    assert node.alone(step_ms=DAY) is Doubt.STEP  # the confirmation was for that time only
     assert node.trust.confirm() is Doubt.STEP
     assert node.trust.confirm() is Doubt.NONE
 
@@ -265,7 +265,7 @@ def test_a_cluster_that_was_restarted_together_agrees_with_itself_and_waits() ->
     for node in nodes:
         node.start(off_ms=SECOND, reboot=True, step_ms=2 * DAY)
     assert exchange(nodes) == [Doubt.START] * 3
-    for node in nodes:  # nothing they stored tells the next start that it was right
+    for node in nodes:  # no file shows the next start that the clock was right
         node.appended_ms = node.wall_ms
         node.start(off_ms=SECOND, reboot=True)
     assert exchange(nodes) == [Doubt.START] * 3

@@ -18,7 +18,7 @@ from pk.wire import pk_pb2 as wire
 from pk.wire.calls import PROTOCOL, Caller
 from pk.world import World
 
-# what a killed node left half done is unwound when its world ends, and may complain
+# tasks of a killed node are unwound when its world ends, and may raise errors
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 IDS = (1, 2, 3)
@@ -202,7 +202,7 @@ def test_two_silent_controllers_of_five_addresses(make: Any) -> None:
     cluster = make(3)
     dark = "8@dark1:1,9@dark2:1"
     voters = ",".join(f"{v.node_id}@{VOTERS[v]}" for v in VOTERS)
-    for n in IDS:  # the broker's path to what is not there says nothing either
+    for n in IDS:  # the broker gets no answer from missing nodes either
         cluster.sim.network.cut(f"b{BROKER}", f"dark{n}:1")
     first = cluster.start(controller_quorum_voters=f"{dark},{voters}")
     cluster.cut(first, *(f"c{n}" for n in IDS if n != first), f"b{BROKER}")
@@ -324,7 +324,7 @@ def _stall(cluster: Any, stall_ms: int) -> list[str]:
 
     cluster.sim.spawn("client", write(cluster.sim.world_of("client")))
     cluster.sim.loop.run_for_ms(100)
-    cluster.storages[f"c{first}"].lag_ms = 0.0  # what began takes its time, once
+    cluster.storages[f"c{first}"].lag_ms = 0.0  # the running write is slow, once
     return said
 
 

@@ -290,7 +290,7 @@ def test_a_dead_directory_takes_its_own_partitions_offline(
     three = cluster.do(cluster.create("three"))
     assert cluster.do(cluster.produce(kit, three, 1)) == [0]
 
-    # a new process finds the directory dead: its logs are there and not to be had, not gone
+    # a new process finds the directory failed: its logs exist and cannot be read
     cluster.kill("broker", roots[one])
     cluster.storages[roots[two]].crash()
     dead = OSError("I/O error")
@@ -369,7 +369,7 @@ def test_a_full_disk_pushes_back_and_resumes_by_itself(cluster: Cluster, kit: An
     late = cluster.do(cluster.create("late"))
     with pytest.raises(errors.StorageFull):
         cluster.do(cluster.produce(kit, late, 1))
-    cluster.world.loop.run_for_ms(120_000)  # checkpoints fail meanwhile; nothing else may
+    cluster.world.loop.run_for_ms(120_000)  # only checkpoints may fail meanwhile
     assert cluster.do(cluster.read(kit, topic_id)) == 6
     disk.capacity = None
     assert cluster.do(cluster.produce(kit, topic_id, 1)) == [6]

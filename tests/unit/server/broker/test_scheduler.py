@@ -123,7 +123,7 @@ def test_local_data_goes_only_after_the_tier_confirmed_it(
         rig.tier.missing = []
         await visit(scheduler, partition)
         assert (partition.log.log_start, partition.log.local_log_start) == (0, 3)
-        assert rig.manager.log_start_checkpoints == 1  # only it says where the log begins now
+        assert rig.manager.log_start_checkpoints == 1  # now only the checkpoint has the log start
 
     rig.run(story)
 
@@ -278,7 +278,7 @@ class Following:
     """Stands for the stream to a leader."""
 
     def __init__(self) -> None:
-        self.told = 0  #: times the leader heard of a log start
+        self.told = 0  #: how often a log start was reported to the leader
 
     def stored(self, size: int) -> None: ...
 
@@ -428,7 +428,7 @@ def test_flush_ms_holds_for_replicas(rig: Any, kit: Any, scheduler: BrokerSchedu
     async def story() -> None:
         follows(partition)
         scheduler.start()
-        await rig.mine.clock.sleep_ms(1_500)  # what it led with is flushed
+        await rig.mine.clock.sleep_ms(1_500)  # the records that it led with are flushed
         partition.append_fetched(kit.batch(3, leader_epoch=0), 0, 0)
         await rig.mine.clock.sleep_ms(1_500)
         assert partition.log.synced_end == 3

@@ -80,7 +80,7 @@ def test_a_broker_behind_the_log_loses_what_is_gone_and_gets_what_is_new(
         await cluster.produce(kit, gone, 2)
         cluster.world.network.cut("broker", "controller")
         at = follower.next_offset
-        await configure(cluster, "kept", "segment_ms", "7")  # what the poll under way brings
+        await configure(cluster, "kept", "segment_ms", "7")  # the reply to the running poll
         await ask(cluster, wire.DeleteTopicsRequest(names=["gone", "again"]))
         fresh, second = await create(cluster, "fresh"), await create(cluster, "again")
         await configure(cluster, "kept", "retention_ms", "77777")

@@ -285,7 +285,8 @@ class Model:
             del self.since.get(key, [])[len(committed) :]
             self.given_up[key] = state.unclean_epoch
         before = sum(epoch < state.leader_epoch for epoch in self.since.get(key, []))
-        earlier = committed[:before]  # what a later one committed, who comes late need not have
+        # a leader that reacts late need not have the records of later epochs
+        earlier = committed[:before]
         assert part.log[: len(earlier)] == earlier, ("lost", n, key, state)
 
     def commit(self, key: PartitionKey, part: Part) -> None:

@@ -189,7 +189,7 @@ def test_who_is_missing_is_passed_over_when_loss_is_allowed_later(scene: Scene) 
         await power_cut(await topic_on(scene, world, 2, min_insync_replicas="2"), world)
         two = Replica(scene, world, 2, life=2).start()
         await world.clock.sleep_ms(1_000)
-        await two.stop()  # registered, so it may have lost data; then gone for good
+        await two.stop()  # it registered, so it may have lost data; then it never returns
         one = Replica(scene, world, 1, life=2, at=(0, 3)).start()
         await world.clock.sleep_ms(40_000)
         assert one.state().leader == NONE
@@ -375,7 +375,7 @@ def test_an_operators_unclean_election_waits_for_what_replicas_say(scene: Scene)
         for broker in brokers:
             broker.at = (0, 10 * broker.node_id)
         (first, second, third) = brokers
-        for member in (first, second):  # both leave the ISR; 3 goes last, with all the data
+        for member in (first, second):  # both leave the ISR; 3 leaves last, with every record
             await member.stop()
         await world.clock.sleep_ms(1_000)
         await third.stop()

@@ -56,7 +56,7 @@ def test_what_was_heard_long_ago_is_not_counted() -> None:
     assert ahead(known, 6_000) == {1: 0, 2: 5}
     assert ahead(known, 6_001) == {1: 0}
     tell(known, 2, -7, 7_000)
-    assert ahead(known, 7_000)[2] == -7  # what it said before is forgotten
+    assert ahead(known, 7_000)[2] == -7  # its earlier readings are dropped
 
 
 def test_a_broker_speaks_for_its_node_and_a_controller_for_one_without() -> None:

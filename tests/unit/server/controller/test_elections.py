@@ -43,7 +43,8 @@ HISTORIES = [
     (2, "F1 F2 F3 B1 B3", 3, (3,), (2,), (), False),
     (2, "F1 F2 F3 B2 B1 G1", 2, (2, 1), (), (), False),  # large enough: 3 is forgotten
     (2, "S3", 1, (1, 2), (), (), False),
-    (2, "S3 S2", 1, (1,), (2,), (), False),  # who is too slow below min ISR stays eligible
+    # a slow member that leaves an ISR below min ISR stays eligible
+    (2, "S3 S2", 1, (1,), (2,), (), False),
     (2, "S3 S2 F1 B1", 2, (2,), (1,), (), False),
     (2, "S3 S2 G2", 1, (1, 2), (), (), False),
     (2, "S3 S2 L1 B1", 2, (2,), (), (1,), False),
@@ -122,7 +123,8 @@ def asked(reply: wire.BrokerHeartbeatReply) -> list[PartitionKey]:
     [
         ((4, 100), (4, 99), 2), ((4, 99), (4, 100), 3), ((3, 200), (4, 1), 3),
         ((4, 1), (3, 200), 2), ((4, 5), (4, 5), 2), ((-1, 0), (0, 1), 3),
-        # Empty at an end above all: what was there was deleted, and its offsets were given.
+        # An empty log that ends above all others: its records were deleted, and their offsets are
+        # used.
         ((5, 500), (-1, 1000), 3), ((-1, 1000), (5, 500), 2), ((-1, 1000), (5, 1000), 3),
         ((4, 1001), (-1, 1000), 2), ((-1, 900), (-1, 1000), 3), ((-1, 1000), (-1, 1000), 2),
     ],

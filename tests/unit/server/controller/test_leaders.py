@@ -115,7 +115,7 @@ def test_an_unclean_election_is_made_on_request_only_and_by_position() -> None:
     assert elect(bench, KEY, unclean=True) == [84]
     for broker in (1, 2, 3):
         bench.fence(broker)
-    alone = {2, 3}  # the ELR; both are gone for good
+    alone = {2, 3}  # the ELR; neither broker returns
     assert set(bench.state("t").elr) == alone
     assert elect(bench, KEY, unclean=True) == [83]
     bench.beat(1)

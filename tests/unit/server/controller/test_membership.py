@@ -20,7 +20,7 @@ from pk.wire import pk_pb2 as wire
 from pk.wire.calls import PROTOCOL, Caller
 from pk.world import World
 
-# what a killed node left half done is unwound when its world ends, and may complain
+# tasks of a killed node are unwound when its world ends, and may raise errors
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 RUN = RunConfig(

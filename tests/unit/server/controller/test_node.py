@@ -45,7 +45,7 @@ class Scene:
         self.storage = SimStorage("metadata", self.world.random("disk"))
         self.node: ControllerNode | None = None
         self.fatal: list[BaseException] = []
-        self.lines = io.StringIO()  #: what the process logs
+        self.lines = io.StringIO()  #: the log events of the process
 
     def start(self) -> None:
         async def main(world: World) -> None:

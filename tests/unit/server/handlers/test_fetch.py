@@ -388,7 +388,7 @@ def test_a_reader_of_an_epoch_that_was_lost_hears_of_it_before_the_next_one_writ
             (entry,) = reply.partitions
             assert (entry.diverging.epoch, entry.diverging.end_offset) == (1, offset)
         anew = rig.partition(1, epoch=4)
-        anew.log.reset_to(5)  # it knows no epoch: this one may be of what lies below
+        anew.log.reset_to(5)  # the reader knows no epoch: this one may belong to older records
         rig.lead(anew, 5)
         await stream.send(kit.fetch(kit.position(1, offset=5, last_fetched_epoch=2)))
         reply, _ = await kit.fetched(stream)

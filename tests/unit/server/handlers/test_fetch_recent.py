@@ -145,7 +145,8 @@ def test_the_bytes_of_a_frame_and_of_a_position_hold_for_memory(
         for _ in range(5):
             await append(producer, kit, 0, size=100)
         await stream.send(kit.fetch(credit=1, max_bytes=0))
-        assert offsets((await kit.fetched(stream))[1]) == [1]  # alone, larger than what is left
+        # alone, larger than the remaining credit
+        assert offsets((await kit.fetched(stream))[1]) == [1]
         await stream.send(kit.fetch(credit=10 * size, max_bytes=0))
         assert offsets((await kit.fetched(stream))[1]) == [2, 3]
         assert offsets((await kit.fetched(stream))[1]) == [4, 5]

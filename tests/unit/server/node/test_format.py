@@ -181,7 +181,7 @@ def test_a_node_alone_begins_no_metadata_beside_partitions(tmp_path: Path) -> No
     """node/format F3: all partitions would be strays, and be removed."""
     alone, (a, b) = resolve({}, {}, {}), (tmp_path / "a", tmp_path / "b")
     dirs = [str(a), str(b)]
-    for _ in range(2):  # a start that came to nothing may be repeated, in any order
+    for _ in range(2):  # a failed start may be repeated, with the directories in any order
         prepare(dirs, alone)[1].unlock()
         prepare(dirs[::-1], alone)[1].unlock()
     (a / "metadata/quorum-state").write_bytes(first_state())

@@ -108,7 +108,8 @@ class Trace:
     def _cluster(self, count: str) -> None:
         out, self.out = self.out, []
         self._add(count)
-        if self.nodes[1].machine.role is not Role.CANDIDATE:  # a voter alone stands by itself
+        # a single voter becomes a candidate by itself
+        if self.nodes[1].machine.role is not Role.CANDIDATE:
             self._fire("1", "election")
         self._stabilize()
         self.out = out

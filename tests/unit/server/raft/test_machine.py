@@ -249,7 +249,7 @@ def test_who_is_told_of_no_leader_by_its_leader_looks_for_another() -> None:
     gone = FetchReply(B, 6, None, FetchStatus.NOT_LEADER, asked.number, asked.offset)
     quorum.step(ReplyReceived(gone), 10)
     assert quorum.role is Role.UNATTACHED
-    rumour = VoteReply(C, 6, B, False, True, 6)  # who has not heard yet
+    rumour = VoteReply(C, 6, B, False, True, 6)  # a voter that does not know the leader yet
     quorum.step(ReplyReceived(rumour), 20)
     assert quorum._live_leader(21) is None, "a rumour is no sign of life"
 

@@ -94,7 +94,7 @@ def test_what_the_copier_found_takes_the_partition_offline(
         offline_once(rig, warnings, "offsets [0, 1) are damaged: checksum")
         poll = wire.TierPartitionsRequest(session_id="", generation=0)
         frame = await caller.call(poll, timeout_ms=1_000)
-        assert not frame.head.tier_partitions_reply.partitions  # the copier lets go of it
+        assert not frame.head.tier_partitions_reply.partitions  # the copier stops its work on it
         assert await ask(rig, kit, 0) == errors.CorruptLog.code
         assert await ask(rig, kit, 1) == 0
         stream = await rig.stream(StreamKind.PRODUCE)
@@ -119,7 +119,7 @@ def test_a_false_alarm_takes_nothing_offline(rig: Any, kit: Any, warnings: Any) 
         for offset in (1, 99):
             await tell(caller, kit, offset)
             await rig.mine.clock.sleep_ms(100)
-        assert isinstance(partition.tier.problem, errors.CorruptLog)  # still told to who asks
+        assert isinstance(partition.tier.problem, errors.CorruptLog)  # readers still get the error
         assert await ask(rig, kit, 0) == 0
         await caller.close()
 
@@ -313,7 +313,7 @@ def test_what_the_copier_meets_again_is_looked_at_once(rig: Any, kit: Any, warni
             await rig.mine.clock.sleep_ms(100)
         poll = wire.TierPartitionsRequest(session_id="", generation=0)
         frame = await caller.call(poll, timeout_ms=1_000)
-        (told,) = frame.head.tier_partitions_reply.partitions  # the copier goes on when it can
+        (told,) = frame.head.tier_partitions_reply.partitions  # the copier continues when it can
         assert told.tiered_end == 0
         await caller.close()
 

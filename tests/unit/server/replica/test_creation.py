@@ -108,7 +108,7 @@ def test_a_topic_that_goes_while_it_is_tried_again_leaves_nothing(cluster: Clust
     async def late(wanted: Sequence[NewPartition]) -> list[LogOrError]:
         made = await create_all(wanted)
         tried.append(made)
-        await core.env.clock.sleep_ms(3_000)  # meanwhile the metadata log goes on
+        await core.env.clock.sleep_ms(3_000)  # meanwhile the metadata log continues
         return made
 
     core.manager.create_all = late
@@ -177,7 +177,7 @@ def test_a_topic_created_again_in_one_chunk_is_the_new_one(cluster: Cluster, kit
     follower = core.publisher
     poll = follower._poll
 
-    async def hold(wait_ms: int) -> Any:  # the next chunk is one of all that was said by then
+    async def hold(wait_ms: int) -> Any:  # the next chunk has all records up to then
         await cluster.broker.core.env.clock.sleep_ms(2_000)
         return await poll(wait_ms)
 

@@ -57,7 +57,7 @@ def forked(draw: st.DrawFn) -> tuple[Log, Log, int]:
     last = common[-1] if common else 0
     one = grow(last, draw(steps), [])
     two = grow(last, draw(steps), one)
-    longer = draw(st.booleans())  # the last common epoch goes on in one of them
+    longer = draw(st.booleans())  # the last common epoch continues in one of them
     extra = [last] * (draw(st.integers(0, 3)) if common else 0)
     if longer:
         return common + extra + one, common + two, len(common)
@@ -119,7 +119,7 @@ def test_what_cannot_be_compared_is_fetched_anew(
     kept = range(max(start, first), len(mine))
     assert [mine[at] for at in kept] == [leader[at] for at in kept]
     assert len(mine) >= first
-    if start < first:  # what it keeps below the leader's segments is of the leader's history, too
+    if start < first:  # its records below the leader's segments belong to the leader's history, too
         assert mine[:first] == leader[:first]
 
 

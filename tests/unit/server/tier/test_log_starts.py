@@ -30,7 +30,7 @@ def test_a_checkpoint_that_rotted_deletes_nothing_from_the_tier(tiered: bool) ->
         assert log.log_start == 0 < local
         await manager.close()
         house.storages[0].rot(LOG_STARTS, 45, 1)
-        for _ in range(2):  # who dies before it is known leaves no word of it
+        for _ in range(2):  # a process that dies before the start is known leaves no file about it
             again = await house.opened()
             await again.checkpoint()
             house.storages[0].crash()

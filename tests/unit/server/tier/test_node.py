@@ -79,7 +79,7 @@ def test_a_server_without_its_tier_says_what_it_cannot_read(
     topic_id = tiered.do(tiered.create("flights", **QUICK))
     tiered.do(produce(tiered, kit, topic_id, 12))
     tiered.world.run_until(lambda: partition_of(tiered, topic_id).log.local_log_start >= 9)
-    tiered.world.loop.run_for_ms(1_000)  # the segments are gone, too
+    tiered.world.loop.run_for_ms(1_000)  # the segments were removed, too
     for tier_url in (tiered.run.tier_url, ""):
         tiered.kill("broker", "d1")
         assert "tier_url_missing" not in said
@@ -260,7 +260,7 @@ def test_tier_wins_after_a_power_loss(make_cluster: Callable[..., Cluster], kit:
         cluster.do(produce(cluster, kit, topic_id, 2))
         cluster.world.run_until(lambda p=partition: p.tiered_end == 14)  # type: ignore[misc]
         state = cluster.broker.core.metadata.image.partition(partition.key)
-        assert not state.unclean  # the controller heard that it recovered
+        assert not state.unclean  # the controller knows that it has recovered
 
 
 def test_a_recovery_that_is_not_heard_is_told_again(
