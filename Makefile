@@ -26,7 +26,7 @@ PYTEST := $(PY) -m pytest -q $(ARGS)
 SPREAD := -n 2 --dist worksteal
 REAL_SPREAD := -n 3 --dist loadfile
 FAST := $(wildcard tests/unit tests/contract tests/property tests/sim tests/soak tests/chaos)
-REAL := $(wildcard tests/contract tests/integration tests/spark tests/s3 tests/chaos tests/soak)
+REAL := $(wildcard tests/contract tests/integration tests/spark tests/s3 tests/chaos tests/golden tests/soak)
 PLAIN := not s3 and not spark and not chaos and not peer
 PROCESSES := (integration or spark or s3 or chaos) and not peer
 
@@ -106,6 +106,14 @@ chaos-cluster: $(VENV)/.ready ## three nodes: kills, freezes, cut networks, lost
 .PHONY: abuse
 abuse: $(VENV)/.ready ## bit flips, wrong clocks, full disks, hostile peers (SEED=); a verdict table
 	$(PY) tests/abuse/run.py $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+.PHONY: golden
+golden: $(VENV)/.jars ## the golden directory of this build's format, after a change of the layout
+	$(PY) tests/golden/golden.py
+
+.PHONY: upgrade
+upgrade: $(VENV)/.ready ## three nodes under load, from the first build of this format to this one and back
+	$(PY) tests/golden/upgrade.py $(ARGS)
 
 .PHONY: soak
 soak: $(VENV)/.ready ## ten minutes at half the produce peak (MINUTES=): memory, disk, descriptors

@@ -60,6 +60,8 @@ FORMATS = (
     KnownFormat(".txnindex", "pk.log.aborted:VERSION", "pk.log.aborted:decode"),
     KnownFormat(".index", "pk.log.index:VERSION", "pk.log.index:decode_entries"),
     KnownFormat(".timeindex", "pk.log.index:VERSION", "pk.log.index:decode_entries"),
+    KnownFormat("control row", "pk.log.control_rows:MARKER_VERSION",
+                "pk.log.control_rows:decode_markers"),
     KnownFormat(".checkpoint", "pk.server.raft.snapshot_framing:FORMAT",
                 "pk.server.raft.snapshot_framing:check"),
     KnownFormat("quorum-state", "pk.server.raft.quorum_state_store:FORMAT",

@@ -14,7 +14,7 @@ import pytest
 
 from pk import errors, formats
 from pk.formats import FORMATS, KnownFormat
-from pk.log import aborted, checkpoints, directory, index, sealed
+from pk.log import aborted, batch, checkpoints, control_rows, directory, index, sealed
 from pk.log.aborted import AbortedEntry
 from pk.log.index import Extent, SparseIndex
 from pk.log.producers import Producers
@@ -60,6 +60,10 @@ def checkpoint(name: str) -> tuple[Write, Read]:
 WRITERS: dict[str, tuple[Write, Read]] = {
     "pk.json": (pk_json, lambda raw: directory.read_format(stored("pk.json", raw))),
     ".snapshot": (lambda: Producers().snapshot(7), Producers.from_snapshot),
+    "control row": (
+        lambda: b"".join(control_rows.encode_markers([control_rows.Marker(1, 2, True)], 5)),
+        lambda raw: batch.check(raw) and control_rows.decode_markers(raw),
+    ),
     ".txnindex": (lambda: aborted.encode([AbortedEntry(1, 2, 3, 4)]), aborted.decode),
     ".index": (lambda: indexes()[0], lambda raw: index.decode_entries(raw, index.OFFSETS)),
     ".timeindex": (lambda: indexes()[1], lambda raw: index.decode_entries(raw, index.TIMES)),
@@ -129,7 +133,7 @@ def test_a_flipped_version_is_damage(entry: KnownFormat, monkeypatch: pytest.Mon
         other = write()
     at = next(at for at, (a, b) in enumerate(zip(known, other, strict=True)) if a != b)
     damaged = known[:at] + other[at : at + 1] + known[at + 1 :]
-    with pytest.raises((ValueError, errors.CorruptLog)):
+    with pytest.raises((ValueError, errors.CorruptLog, errors.CorruptBatch)):
         read(damaged)
 
 

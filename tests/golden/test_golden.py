@@ -1,0 +1,75 @@
+"""Every golden directory opens, and reads as it was written (tests/golden/golden.py)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deltalake import DeltaTable
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import golden
+
+from pk import Producer
+from pk.log import directory
+
+pytestmark = pytest.mark.integration
+ARCHIVES = pytest.mark.parametrize("archive", golden.archives(), ids=lambda path: path.name)
+
+
+def test_each_format_has_its_directory() -> None:
+    """A build that raises FORMAT keeps what the format before it wrote."""
+    names = {path.name for path in golden.archives()}
+    assert names >= {f"format-{number}.tar.xz" for number in range(directory.FORMAT + 1)}
+
+
+def opened(archive: Path, home: Path) -> Any:
+    expected = golden.unpacked(archive, home)
+    assert expected["format"] > 0 or expected["layout"] == directory.LAYOUT, (
+        "format 0 follows the layout: run `make golden` and say in CHANGELOG.md what has changed"
+    )
+    return expected
+
+
+@ARCHIVES
+def test_a_data_directory_reads_as_it_was_written(archive: Path, tmp_path: Path) -> None:
+    expected = opened(archive, tmp_path)
+    with golden.server(tmp_path) as node:
+        for topic, rows in expected["topics"].items():
+            assert golden.consumed(node.address, topic) == rows, topic
+        with Producer(node.address) as producer:
+            sent = producer.send(golden.TIERED, value=b"later", partition=0).result(60)
+        ends = [row[1] for row in expected["topics"][golden.TIERED] if row[0] == 0]
+        assert sent.offset == max(ends) + 1
+    with golden.server(tmp_path) as node:  # and again, as this build wrote it
+        assert len(golden.consumed(node.address, golden.TIERED)) == golden.RECORDS + 11
+
+
+@ARCHIVES
+def test_a_table_reads_as_it_was_written(archive: Path, tmp_path: Path) -> None:
+    expected = opened(archive, tmp_path)
+    (log,) = (tmp_path / "tier").rglob("_delta_log")
+    table = DeltaTable(str(log.parent)).to_pyarrow_table(columns=["partition", "offset", "value"])
+    rows = sorted(
+        (row["partition"], row["offset"], row["value"] and row["value"].hex())
+        for row in table.to_pylist()
+    )
+    wanted = [(row[0], row[1], row[3]) for row in expected["topics"][golden.TIERED]]
+    assert rows == sorted(wanted)
+
+
+@pytest.mark.spark
+@ARCHIVES
+def test_a_spark_checkpoint_is_continued(archive: Path, tmp_path: Path) -> None:
+    expected = opened(archive, tmp_path)
+    begin = {int(number): end for number, end in expected["checkpoint"].items()}
+    with golden.server(tmp_path) as node:
+        rows = golden.query(node.address, tmp_path)
+    wanted = [
+        (row[0], row[1]) for row in expected["topics"][golden.QUERIED] if row[1] >= begin[row[0]]
+    ]
+    assert rows == sorted(wanted)
+    assert wanted
