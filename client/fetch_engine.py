@@ -263,7 +263,9 @@ class FetchEngine:
         if isinstance(effect, Send):
             link = self._sessions.get(effect.peer)
             if link is None or link.ended:
-                link = self._sessions[effect.peer] = FetchConnection(self, effect.peer)
+                link = self._sessions[effect.peer] = FetchConnection(
+                    self.cluster, self.options, self.isolation, self.step, effect.peer
+                )
             link.put(effect.message)
         elif isinstance(effect, SetTimer):
             if self._timer is not None:
@@ -329,8 +331,18 @@ class FetchEngine:
 class FetchConnection:
     """One fetch stream, from its first request to its end."""
 
-    def __init__(self, engine: FetchEngine, node: int) -> None:
-        self._engine = engine
+    def __init__(
+        self,
+        cluster: NetworkClient,
+        options: Mapping[str, Any],
+        isolation: int,
+        step: Callable[[FetcherEvent], None],
+        node: int,
+    ) -> None:
+        self._cluster = cluster
+        self._options = options
+        self._isolation = isolation
+        self._step = step
         self._node = node
         self._asks: deque[FetchRequestData] = deque()
         self._filled = asyncio.Event()
@@ -346,11 +358,11 @@ class FetchConnection:
 
     def follow(self) -> None:
         """End the stream if its broker has moved to another address."""
-        address = self._engine.cluster.metadata.brokers.get(self._node, self._address)
+        address = self._cluster.metadata.brokers.get(self._node, self._address)
         if self._stream is not None and not self.ended and address != self._address:
             self.ended = True
             self._task.cancel()
-            self._engine.step(StreamClosed(self._node))
+            self._step(StreamClosed(self._node))
 
     async def close(self) -> None:
         self.ended = True
@@ -359,11 +371,10 @@ class FetchConnection:
             self._stream.close()
 
     async def _run(self) -> None:
-        engine = self._engine
         writer: asyncio.Task[None] | None = None
         try:
-            timeout_ms = engine.options["request_timeout_ms"]
-            self._stream, self._address = await engine.cluster.open_stream(
+            timeout_ms = self._options["request_timeout_ms"]
+            self._stream, self._address = await self._cluster.open_stream(
                 self._node, StreamKind.FETCH, timeout_ms
             )
             writer = self._tasks.spawn(self._write(self._stream))
@@ -380,10 +391,10 @@ class FetchConnection:
                 self._stream.close()
             if not self.ended:
                 self.ended = True
-                engine.step(StreamClosed(self._node))
+                self._step(StreamClosed(self._node))
 
     async def _write(self, stream: Stream) -> None:
-        options = self._engine.options
+        options = self._options
         try:
             while True:
                 while not self._asks:
@@ -392,7 +403,7 @@ class FetchConnection:
                 ask = self._asks.popleft()
                 request = wire.FetchRequest(
                     replica_id=NONE,
-                    isolation=self._engine.isolation,
+                    isolation=self._isolation,
                     max_wait_ms=options["fetch_max_wait_ms"],
                     min_bytes=options["fetch_min_bytes"],
                     max_bytes=options["fetch_max_bytes"],
@@ -422,7 +433,7 @@ class FetchConnection:
             end = at + entry.payload_bytes
             if end > len(frame.payload):
                 raise errors.CorruptBatch("a fetch frame is shorter than its head says")
-            self._engine.step(_arrived(self._node, entry, frame.payload[at:end]))
+            self._step(_arrived(self._node, entry, frame.payload[at:end]))
             at = end
 
 
