@@ -273,7 +273,16 @@ class ProduceEngine:
     def _stream(self, node: int) -> ProduceConnection:
         found = self._streams.get(node)
         if found is None:
-            found = self._streams[node] = ProduceConnection(self, node)
+            found = self._streams[node] = ProduceConnection(
+                self.cluster,
+                self.options,
+                self.acks,
+                self.codec,
+                self.compute,
+                self.tasks,
+                self.step,
+                node,
+            )
         return found
 
     def _set_timer(self, name: str, at_ms: float | None, call: Callable[[], None]) -> None:
@@ -293,8 +302,24 @@ class ProduceEngine:
 class ProduceConnection:
     """The PRODUCE stream to one broker."""
 
-    def __init__(self, engine: ProduceEngine, node: int) -> None:
-        self._engine = engine
+    def __init__(
+        self,
+        cluster: NetworkClient,
+        options: Mapping[str, Any],
+        acks: int,
+        codec: tuple[str, int],
+        compute: Compute | None,
+        encodings: TaskRegistry,
+        step: Callable[[SenderEvent], None],
+        node: int,
+    ) -> None:
+        self._cluster = cluster
+        self._options = options
+        self._acks = acks
+        self._codec = codec
+        self._compute = compute
+        self._encodings = encodings  #: end with the engine
+        self._step = step
         self._node = node
         self._requests: deque[InFlightRequest] = deque()  #: requests not written yet
         self._filled = asyncio.Event()
@@ -310,7 +335,7 @@ class ProduceConnection:
 
     def follow(self) -> None:
         """End the stream if its broker has moved to another address."""
-        address = self._engine.cluster.metadata.brokers.get(self._node, self._address)
+        address = self._cluster.metadata.brokers.get(self._node, self._address)
         if self._stream is not None and address != self._address:
             self._lost(f"broker {self._node} moved to {address}")
 
@@ -333,7 +358,7 @@ class ProduceConnection:
     def _lost(self, why: str) -> None:
         unsent = frozenset(request.correlation_id for request in self._requests)
         self.reset()
-        self._engine.step(ConnectionLost(self._node, errors.BrokerUnavailable(why), unsent))
+        self._step(ConnectionLost(self._node, errors.BrokerUnavailable(why), unsent))
 
     async def _write(self) -> None:
         while True:
@@ -366,17 +391,17 @@ class ProduceConnection:
                 if stream is self._stream:
                     self._lost(f"broker {self._node}: {cause}")
                 continue
-            if self._engine.acks == 0:  # with acks=0 no response follows
+            if self._acks == 0:  # with acks=0 no response follows
                 self._answer(request)
 
     def _answer(self, request: InFlightRequest, error: errors.PkError | None = None) -> None:
         """Answer all batches of a request in the broker's place."""
         responses = [PartitionResponse(index, error) for index in range(len(request.batches))]
-        self._engine.step(ProduceResponse(request.correlation_id, responses))
+        self._step(ProduceResponse(request.correlation_id, responses))
 
     async def _connect(self) -> None:
-        cluster = self._engine.cluster
-        timeout_ms = self._engine.options["request_timeout_ms"]
+        cluster = self._cluster
+        timeout_ms = self._options["request_timeout_ms"]
         try:
             self._stream, self._address = await cluster.open_stream(
                 self._node, StreamKind.PRODUCE, timeout_ms
@@ -392,13 +417,12 @@ class ProduceConnection:
         """Return the bytes of the first request.  With compression this also starts encoding the
         requests behind it on other threads, because encoding takes longest.
         """
-        engine = self._engine
-        if engine.options["compression"] != "none" and engine.compute is not None:
+        if self._options["compression"] != "none" and self._compute is not None:
             ahead = itertools.islice(self._requests, AHEAD)
             for batch in itertools.chain.from_iterable(each.batches for each in ahead):
                 if batch.encoding is None:
-                    work = engine.compute(partial(batch.encode, *engine.codec))
-                    batch.encoding = engine.tasks.spawn(work)
+                    work = self._compute(partial(batch.encode, *self._codec))
+                    batch.encoding = self._encodings.spawn(work)
                     batch.encoding.add_done_callback(lambda t: t.cancelled() or t.exception())
             encodings = [batch.encoding for batch in request.batches]
             await asyncio.wait(encodings)
@@ -407,14 +431,14 @@ class ProduceConnection:
         return self._encode(request)
 
     def _encode(self, request: InFlightRequest) -> list[Buffer]:
-        options = self._engine.options
+        options = self._options
         payload: list[Buffer] = []
         head = wire.ProduceRequest(
-            acks=self._engine.acks,
+            acks=self._acks,
             timeout_ms=max(1, options["request_timeout_ms"] * 9 // 10),
         )
         for batch, epoch in zip(request.batches, request.epochs, strict=True):
-            encoded = batch.encode(*self._engine.codec)
+            encoded = batch.encode(*self._codec)
             head.partitions.add(
                 topic_id=batch.partition.key.topic_id,
                 partition=batch.partition.key.partition,
@@ -431,7 +455,7 @@ class ProduceConnection:
                 if head.HasField("error"):
                     raise frames.raise_error(head.error)
                 responses = list(map(_response, head.produce_reply.results))
-                self._engine.step(ProduceResponse(head.correlation_id, responses))
+                self._step(ProduceResponse(head.correlation_id, responses))
             why = f"broker {self._node} closed the stream"
         except Disconnected as cause:
             why = f"broker {self._node}: {cause}"
