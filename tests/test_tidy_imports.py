@@ -1,4 +1,4 @@
-"""Every name that a test, bench or example imports from pk exists.
+"""Every name that a test, bench or example imports from pk or from tests exists.
 
 mypy checks the package only, and an import inside a function runs only where its test runs.  This
 test reads the imports of all files outside the package, and looks each name up in its module.
@@ -14,9 +14,12 @@ from tests.test_tidy import python_files, text_of
 
 
 def imported_names(text: str) -> Iterator[tuple[int, str, str]]:
-    """Line, module and name of each `from pk… import name` of a source text."""
+    """Line, module and name of each `from pk… import name` of a source text; so for tests."""
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "pk":
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in (
+            "pk",
+            "tests",
+        ):
             for alias in node.names:
                 yield node.lineno, str(node.module), alias.name
 
@@ -32,7 +35,7 @@ def exists(module: str, name: str) -> bool:
     return True
 
 
-def test_names_imported_from_pk_exist() -> None:
+def test_imported_names_exist() -> None:
     missing = [
         f"{path}:{line}: {module} has no {name}"
         for path in python_files()

@@ -14,7 +14,8 @@ from pk import errors
 from pk.log.partition_log import PartitionLog
 from pk.wire import pk_pb2 as wire
 from tests.kit.cluster import Kit, Ledger, written
-from tests.sim.test_metadata_snapshots import Cluster, Node, away, caught_up
+from tests.kit.raft_cluster import Node, RaftCluster
+from tests.sim.test_metadata_snapshots import OFTEN, away, caught_up
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
@@ -47,10 +48,10 @@ class _FullBehindLoad:
 @pytest.fixture
 def make_quorum() -> Iterator[Any]:
     """Make quorums of test_metadata_snapshots.py, and close them at the end."""
-    made: list[Cluster] = []
+    made: list[RaftCluster] = []
 
-    def one(seed: int) -> Cluster:
-        made.append(Cluster(seed))
+    def one(seed: int) -> RaftCluster:
+        made.append(RaftCluster(seed, rules=OFTEN))
         return made[-1]
 
     yield one

@@ -421,7 +421,7 @@ def test_a_follower_takes_no_epoch_beyond_its_leaders(bench: Make) -> None:
     """Such an epoch would fence every later leader."""
     b = bench()
     rotted = b"".join(batches.patched(raw_batch(), 0, 900))
-    with pytest.raises(errors.CorruptBatch, match="epoch 900, 4 leads"):
+    with pytest.raises(errors.CorruptBatch, match="epoch 900, the leader's epoch is 4"):
         b.log.append_as_follower(batches.check(rotted), rotted, now_ms=NOW, newest=4)
     good = b"".join(batches.patched(raw_batch(), 0, 4))
     b.log.append_as_follower(batches.check(good), good, now_ms=NOW, newest=4)
