@@ -21,10 +21,10 @@ S3 ?= optional
 VERSITYGW := github.com/versity/versitygw/cmd/versitygw@v1.8.0
 
 PYTEST := $(PY) -m pytest -q $(ARGS)
-# What starts no process computes: one worker for each core.  Real processes wait more than they
-# compute: one worker more.  Each takes a whole file, the long ones first (tests/conftest.py).
+# One worker for each core.  With more of them, leases and sessions of real nodes end while other
+# tests compute.  There a worker takes a whole file, the long ones first (tests/conftest.py).
 SPREAD := -n 2 --dist worksteal
-REAL_SPREAD := -n 3 --dist loadfile
+REAL_SPREAD := -n 2 --dist loadfile
 FAST := $(wildcard tests/unit tests/contract tests/property tests/sim tests/soak tests/chaos)
 REAL := $(wildcard tests/contract tests/integration tests/spark tests/s3 tests/chaos tests/golden tests/soak)
 PLAIN := not s3 and not spark and not chaos and not peer

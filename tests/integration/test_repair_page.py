@@ -112,7 +112,8 @@ def test_a_damaged_batch_of_the_only_copy(tmp_path: Path) -> None:
         (described,) = admin.describe_topics([TOPIC])
         assert described.error is not None
         assert re.search(
-            r"offsets \[5, 6\) are damaged: .*; pk log repair", described.error.message
+            r"offsets \[5, 6\) are damaged: .*; stop the broker and run pk log repair",
+            described.error.message,
         )
         assert described.tiered_end <= 5
         out = run(look, server.data)
