@@ -7,6 +7,7 @@
     │   ├── UnknownTopicOrPartition (while metadata travels) · ControllerUnavailable
     │   ├── InvalidUpdateVersion · IneligibleReplica · PreferredLeaderNotAvailable
     │   ├── TierUnavailable · UnknownTierRange · EligibleLeadersNotAvailable
+    │   ├── CoordinatorLoading · CoordinatorUnavailable · NotCoordinator · ConcurrentTransactions
     │   └── SnapshotNotFound (of the metadata, rule Q2)
     ├── UserError                 the caller's request, option or data is wrong
     │   ├── UnknownTopicId · TopicAlreadyExists · InvalidTopic · InvalidPartitions
@@ -18,6 +19,7 @@
     │   ├── BufferExhausted · PartlyStored · OutcomeUnknown · DeliveryTimedOut · ProducerFenced
     │   ├── OutOfOrderSequence · InvalidProducerEpoch · UnknownProducerId (the producer repairs
     │   │   itself, rule L6)
+    │   ├── InvalidTxnState · TransactionAborted · TransactionTimedOut · TransactionalIdNotFound
     │   └── UnsupportedFeature · ClosedError
     ├── OperatorError             the person who runs pk must act
     │   ├── DirectoryLocked · DirectoryOfAnotherCluster · DirectoryOfAnotherBuild · NewerFormat
@@ -183,6 +185,30 @@ class IneligibleReplica(RetriableError):
     """A fenced, draining or re-registered broker may not join the ISR now (KIP-903)."""
 
     code = 107
+
+
+class CoordinatorLoading(RetriableError):
+    """The coordinator still reads its part of the internal topic."""
+
+    code = 14
+
+
+class CoordinatorUnavailable(RetriableError):
+    """The coordinator's partition has no leader, or its internal topic does not exist yet."""
+
+    code = 15
+
+
+class NotCoordinator(RetriableError):
+    """Another broker is the coordinator of this id: the client looks it up again."""
+
+    code = 16
+
+
+class ConcurrentTransactions(RetriableError):
+    """The previous transaction of this id is still being ended: the client asks again soon."""
+
+    code = 51
 
 
 class SnapshotNotFound(RetriableError):
@@ -394,6 +420,40 @@ class RegistryError(UserError):
     """The schema registry refused the request or could not be reached."""
 
     code = 1021
+
+
+class InvalidTxnState(UserError):
+    """The call does not fit the state of the producer's transaction, for example a commit without
+    begin.
+    """
+
+    code = 48
+
+
+class TransactionAborted(UserError):
+    """The transaction was aborted: the caller begins another one and sends its records again."""
+
+    code = 1060
+
+
+class TransactionTimedOut(TransactionAborted):
+    """The transaction was open longer than transaction_timeout_ms, and the coordinator aborted
+    it.
+    """
+
+    code = 1061
+
+
+class InvalidTransactionTimeout(UserError):
+    """The transaction timeout is above transaction_max_timeout_ms of the brokers, or below 1."""
+
+    code = 50
+
+
+class TransactionalIdNotFound(UserError):
+    """The coordinator knows no transactional id of this name."""
+
+    code = 105
 
 
 # -- the operator ----------------------------------------------------------------------------------

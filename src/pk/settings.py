@@ -327,6 +327,10 @@ SERVER = Options(
                "how long a fetch waits for the tier", "ms", 0),
         Option("producer_id_expiration_ms", int, DAY_MS,
                "the broker forgets the state of an idle idempotent producer after this", "ms", 1),
+        Option("transaction_max_timeout_ms", int, 900_000,
+               "largest transaction_timeout_ms of producers", "ms", 1, INT32_MAX),
+        Option("transactional_id_expiration_ms", int, 7 * DAY_MS,
+               "a transactional id without a transaction for this time is forgotten", "ms", 1),
         Option("inbound_bytes_max", int, 512 * MIB,
                "memory of a process for all frames that arrive from its peers; at least twice "
                "the 16 KiB that each connection has of its own", "bytes", 16 * MIB),
@@ -381,7 +385,10 @@ PRODUCER = Options(
         Option("max_request_size", int, 8 * MIB,
                "largest batch this producer builds", "bytes", 1024, INT32_MAX),
         Option("client_id", str, "", "name in logs and metrics"),
-        Option("transactional_id", str, "", "exactly-once across restarts (not in this build)"),
+        Option("transactional_id", str, "",
+               "name of the producer across restarts; with it the producer writes in transactions"),
+        Option("transaction_timeout_ms", int, 60_000,
+               "the coordinator aborts a transaction that is open for longer", "ms", 1, INT32_MAX),
     ],
     [
         (
@@ -391,6 +398,10 @@ PRODUCER = Options(
         (
             "enable_idempotence needs max_in_flight of at most 5",
             lambda o: not o["enable_idempotence"] or o["max_in_flight"] <= limits.IN_FLIGHT_MAX,
+        ),
+        (
+            "transactional_id needs enable_idempotence",
+            lambda o: not o["transactional_id"] or o["enable_idempotence"],
         ),
         _at_most("batch_size", "buffer_memory"),
         _at_most("batch_size", "max_request_size"),

@@ -164,6 +164,26 @@ class Head(_message.Message):
     TIER_PURGE_REPLY_FIELD_NUMBER: _builtins.int
     TIER_ROWS_FIELD_NUMBER: _builtins.int
     TIER_ROWS_REPLY_FIELD_NUMBER: _builtins.int
+    FIND_COORDINATOR_FIELD_NUMBER: _builtins.int
+    FIND_COORDINATOR_REPLY_FIELD_NUMBER: _builtins.int
+    END_TXN_FIELD_NUMBER: _builtins.int
+    END_TXN_REPLY_FIELD_NUMBER: _builtins.int
+    LIST_TRANSACTIONS_FIELD_NUMBER: _builtins.int
+    LIST_TRANSACTIONS_REPLY_FIELD_NUMBER: _builtins.int
+    DESCRIBE_TRANSACTIONS_FIELD_NUMBER: _builtins.int
+    DESCRIBE_TRANSACTIONS_REPLY_FIELD_NUMBER: _builtins.int
+    ABORT_TRANSACTION_FIELD_NUMBER: _builtins.int
+    ABORT_TRANSACTION_REPLY_FIELD_NUMBER: _builtins.int
+    FORGET_TRANSACTION_FIELD_NUMBER: _builtins.int
+    FORGET_TRANSACTION_REPLY_FIELD_NUMBER: _builtins.int
+    DESCRIBE_PRODUCERS_FIELD_NUMBER: _builtins.int
+    DESCRIBE_PRODUCERS_REPLY_FIELD_NUMBER: _builtins.int
+    ADD_PARTITIONS_TO_TXN_FIELD_NUMBER: _builtins.int
+    ADD_PARTITIONS_TO_TXN_REPLY_FIELD_NUMBER: _builtins.int
+    WRITE_TXN_MARKERS_FIELD_NUMBER: _builtins.int
+    WRITE_TXN_MARKERS_REPLY_FIELD_NUMBER: _builtins.int
+    CREATE_INTERNAL_TOPIC_FIELD_NUMBER: _builtins.int
+    CREATE_INTERNAL_TOPIC_REPLY_FIELD_NUMBER: _builtins.int
     correlation_id: _builtins.int
     """of the request; 0 = a push"""
     timeout_ms: _builtins.int
@@ -362,6 +382,52 @@ class Head(_message.Message):
     def tier_rows(self) -> Global___TierRowsRequest: ...
     @_builtins.property
     def tier_rows_reply(self) -> Global___TierRowsReply: ...
+    @_builtins.property
+    def find_coordinator(self) -> Global___FindCoordinatorRequest:
+        """transactions (X): client -> coordinator"""
+
+    @_builtins.property
+    def find_coordinator_reply(self) -> Global___FindCoordinatorReply: ...
+    @_builtins.property
+    def end_txn(self) -> Global___EndTxnRequest: ...
+    @_builtins.property
+    def end_txn_reply(self) -> Global___EndTxnReply: ...
+    @_builtins.property
+    def list_transactions(self) -> Global___ListTransactionsRequest: ...
+    @_builtins.property
+    def list_transactions_reply(self) -> Global___ListTransactionsReply: ...
+    @_builtins.property
+    def describe_transactions(self) -> Global___DescribeTransactionsRequest: ...
+    @_builtins.property
+    def describe_transactions_reply(self) -> Global___DescribeTransactionsReply: ...
+    @_builtins.property
+    def abort_transaction(self) -> Global___AbortTransactionRequest: ...
+    @_builtins.property
+    def abort_transaction_reply(self) -> Global___AbortTransactionReply: ...
+    @_builtins.property
+    def forget_transaction(self) -> Global___ForgetTransactionRequest: ...
+    @_builtins.property
+    def forget_transaction_reply(self) -> Global___ForgetTransactionReply: ...
+    @_builtins.property
+    def describe_producers(self) -> Global___DescribeProducersRequest: ...
+    @_builtins.property
+    def describe_producers_reply(self) -> Global___DescribeProducersReply: ...
+    @_builtins.property
+    def add_partitions_to_txn(self) -> Global___AddPartitionsToTxnRequest:
+        """between brokers"""
+
+    @_builtins.property
+    def add_partitions_to_txn_reply(self) -> Global___AddPartitionsToTxnReply: ...
+    @_builtins.property
+    def write_txn_markers(self) -> Global___WriteTxnMarkersRequest: ...
+    @_builtins.property
+    def write_txn_markers_reply(self) -> Global___WriteTxnMarkersReply: ...
+    @_builtins.property
+    def create_internal_topic(self) -> Global___CreateInternalTopicRequest:
+        """broker -> controller"""
+
+    @_builtins.property
+    def create_internal_topic_reply(self) -> Global___CreateInternalTopicReply: ...
     def __init__(
         self,
         *,
@@ -458,12 +524,32 @@ class Head(_message.Message):
         tier_purge_reply: Global___TierPurgeReply | None = ...,
         tier_rows: Global___TierRowsRequest | None = ...,
         tier_rows_reply: Global___TierRowsReply | None = ...,
+        find_coordinator: Global___FindCoordinatorRequest | None = ...,
+        find_coordinator_reply: Global___FindCoordinatorReply | None = ...,
+        end_txn: Global___EndTxnRequest | None = ...,
+        end_txn_reply: Global___EndTxnReply | None = ...,
+        list_transactions: Global___ListTransactionsRequest | None = ...,
+        list_transactions_reply: Global___ListTransactionsReply | None = ...,
+        describe_transactions: Global___DescribeTransactionsRequest | None = ...,
+        describe_transactions_reply: Global___DescribeTransactionsReply | None = ...,
+        abort_transaction: Global___AbortTransactionRequest | None = ...,
+        abort_transaction_reply: Global___AbortTransactionReply | None = ...,
+        forget_transaction: Global___ForgetTransactionRequest | None = ...,
+        forget_transaction_reply: Global___ForgetTransactionReply | None = ...,
+        describe_producers: Global___DescribeProducersRequest | None = ...,
+        describe_producers_reply: Global___DescribeProducersReply | None = ...,
+        add_partitions_to_txn: Global___AddPartitionsToTxnRequest | None = ...,
+        add_partitions_to_txn_reply: Global___AddPartitionsToTxnReply | None = ...,
+        write_txn_markers: Global___WriteTxnMarkersRequest | None = ...,
+        write_txn_markers_reply: Global___WriteTxnMarkersReply | None = ...,
+        create_internal_topic: Global___CreateInternalTopicRequest | None = ...,
+        create_internal_topic_reply: Global___CreateInternalTopicReply | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["add_voter", b"add_voter", "allocate_producer_ids", b"allocate_producer_ids", "allocate_producer_ids_reply", b"allocate_producer_ids_reply", "alter_configs", b"alter_configs", "alter_configs_reply", b"alter_configs_reply", "alter_partition", b"alter_partition", "alter_partition_reply", b"alter_partition_reply", "alter_reassignments", b"alter_reassignments", "alter_reassignments_reply", b"alter_reassignments_reply", "body", b"body", "broker_heartbeat", b"broker_heartbeat", "broker_heartbeat_reply", b"broker_heartbeat_reply", "byte_offsets", b"byte_offsets", "byte_offsets_reply", b"byte_offsets_reply", "change_voters_reply", b"change_voters_reply", "commit_to_table", b"commit_to_table", "commit_to_table_reply", b"commit_to_table_reply", "confirm_clock", b"confirm_clock", "confirm_clock_reply", b"confirm_clock_reply", "create_partitions", b"create_partitions", "create_partitions_reply", b"create_partitions_reply", "create_topics", b"create_topics", "create_topics_reply", b"create_topics_reply", "delete_records", b"delete_records", "delete_records_reply", b"delete_records_reply", "delete_topics", b"delete_topics", "delete_topics_reply", b"delete_topics_reply", "describe_cluster", b"describe_cluster", "describe_cluster_reply", b"describe_cluster_reply", "describe_configs", b"describe_configs", "describe_configs_reply", b"describe_configs_reply", "describe_partitions", b"describe_partitions", "describe_partitions_reply", b"describe_partitions_reply", "describe_quorum", b"describe_quorum", "describe_quorum_reply", b"describe_quorum_reply", "describe_tier", b"describe_tier", "describe_tier_reply", b"describe_tier_reply", "elect_leaders", b"elect_leaders", "elect_leaders_reply", b"elect_leaders_reply", "error", b"error", "fetch", b"fetch", "fetch_metadata_log", b"fetch_metadata_log", "fetch_metadata_log_reply", b"fetch_metadata_log_reply", "fetch_reply", b"fetch_reply", "fetch_snapshot", b"fetch_snapshot", "fetch_snapshot_reply", b"fetch_snapshot_reply", "hello", b"hello", "hello_reply", b"hello_reply", "init_producer_id", b"init_producer_id", "init_producer_id_reply", b"init_producer_id_reply", "list_brokers", b"list_brokers", "list_brokers_reply", b"list_brokers_reply", "list_offsets", b"list_offsets", "list_offsets_reply", b"list_offsets_reply", "list_reassignments", b"list_reassignments", "list_reassignments_reply", b"list_reassignments_reply", "metadata", b"metadata", "metadata_reply", b"metadata_reply", "produce", b"produce", "produce_reply", b"produce_reply", "quorum_begin", b"quorum_begin", "quorum_end", b"quorum_end", "quorum_fetch", b"quorum_fetch", "quorum_fetch_reply", b"quorum_fetch_reply", "quorum_heard_reply", b"quorum_heard_reply", "quorum_vote", b"quorum_vote", "quorum_vote_reply", b"quorum_vote_reply", "register_broker", b"register_broker", "register_broker_reply", b"register_broker_reply", "remove_voter", b"remove_voter", "tier_claim", b"tier_claim", "tier_claim_reply", b"tier_claim_reply", "tier_confirm", b"tier_confirm", "tier_confirm_reply", b"tier_confirm_reply", "tier_fetch", b"tier_fetch", "tier_fetch_reply", b"tier_fetch_reply", "tier_offset_for_time", b"tier_offset_for_time", "tier_offset_for_time_reply", b"tier_offset_for_time_reply", "tier_partitions", b"tier_partitions", "tier_partitions_reply", b"tier_partitions_reply", "tier_progress", b"tier_progress", "tier_progress_reply", b"tier_progress_reply", "tier_purge", b"tier_purge", "tier_purge_reply", b"tier_purge_reply", "tier_purged", b"tier_purged", "tier_purged_reply", b"tier_purged_reply", "tier_rows", b"tier_rows", "tier_rows_reply", b"tier_rows_reply", "unregister_broker", b"unregister_broker", "unregister_broker_reply", b"unregister_broker_reply", "upgrade_cluster", b"upgrade_cluster", "upgrade_cluster_reply", b"upgrade_cluster_reply"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_transaction", b"abort_transaction", "abort_transaction_reply", b"abort_transaction_reply", "add_partitions_to_txn", b"add_partitions_to_txn", "add_partitions_to_txn_reply", b"add_partitions_to_txn_reply", "add_voter", b"add_voter", "allocate_producer_ids", b"allocate_producer_ids", "allocate_producer_ids_reply", b"allocate_producer_ids_reply", "alter_configs", b"alter_configs", "alter_configs_reply", b"alter_configs_reply", "alter_partition", b"alter_partition", "alter_partition_reply", b"alter_partition_reply", "alter_reassignments", b"alter_reassignments", "alter_reassignments_reply", b"alter_reassignments_reply", "body", b"body", "broker_heartbeat", b"broker_heartbeat", "broker_heartbeat_reply", b"broker_heartbeat_reply", "byte_offsets", b"byte_offsets", "byte_offsets_reply", b"byte_offsets_reply", "change_voters_reply", b"change_voters_reply", "commit_to_table", b"commit_to_table", "commit_to_table_reply", b"commit_to_table_reply", "confirm_clock", b"confirm_clock", "confirm_clock_reply", b"confirm_clock_reply", "create_internal_topic", b"create_internal_topic", "create_internal_topic_reply", b"create_internal_topic_reply", "create_partitions", b"create_partitions", "create_partitions_reply", b"create_partitions_reply", "create_topics", b"create_topics", "create_topics_reply", b"create_topics_reply", "delete_records", b"delete_records", "delete_records_reply", b"delete_records_reply", "delete_topics", b"delete_topics", "delete_topics_reply", b"delete_topics_reply", "describe_cluster", b"describe_cluster", "describe_cluster_reply", b"describe_cluster_reply", "describe_configs", b"describe_configs", "describe_configs_reply", b"describe_configs_reply", "describe_partitions", b"describe_partitions", "describe_partitions_reply", b"describe_partitions_reply", "describe_producers", b"describe_producers", "describe_producers_reply", b"describe_producers_reply", "describe_quorum", b"describe_quorum", "describe_quorum_reply", b"describe_quorum_reply", "describe_tier", b"describe_tier", "describe_tier_reply", b"describe_tier_reply", "describe_transactions", b"describe_transactions", "describe_transactions_reply", b"describe_transactions_reply", "elect_leaders", b"elect_leaders", "elect_leaders_reply", b"elect_leaders_reply", "end_txn", b"end_txn", "end_txn_reply", b"end_txn_reply", "error", b"error", "fetch", b"fetch", "fetch_metadata_log", b"fetch_metadata_log", "fetch_metadata_log_reply", b"fetch_metadata_log_reply", "fetch_reply", b"fetch_reply", "fetch_snapshot", b"fetch_snapshot", "fetch_snapshot_reply", b"fetch_snapshot_reply", "find_coordinator", b"find_coordinator", "find_coordinator_reply", b"find_coordinator_reply", "forget_transaction", b"forget_transaction", "forget_transaction_reply", b"forget_transaction_reply", "hello", b"hello", "hello_reply", b"hello_reply", "init_producer_id", b"init_producer_id", "init_producer_id_reply", b"init_producer_id_reply", "list_brokers", b"list_brokers", "list_brokers_reply", b"list_brokers_reply", "list_offsets", b"list_offsets", "list_offsets_reply", b"list_offsets_reply", "list_reassignments", b"list_reassignments", "list_reassignments_reply", b"list_reassignments_reply", "list_transactions", b"list_transactions", "list_transactions_reply", b"list_transactions_reply", "metadata", b"metadata", "metadata_reply", b"metadata_reply", "produce", b"produce", "produce_reply", b"produce_reply", "quorum_begin", b"quorum_begin", "quorum_end", b"quorum_end", "quorum_fetch", b"quorum_fetch", "quorum_fetch_reply", b"quorum_fetch_reply", "quorum_heard_reply", b"quorum_heard_reply", "quorum_vote", b"quorum_vote", "quorum_vote_reply", b"quorum_vote_reply", "register_broker", b"register_broker", "register_broker_reply", b"register_broker_reply", "remove_voter", b"remove_voter", "tier_claim", b"tier_claim", "tier_claim_reply", b"tier_claim_reply", "tier_confirm", b"tier_confirm", "tier_confirm_reply", b"tier_confirm_reply", "tier_fetch", b"tier_fetch", "tier_fetch_reply", b"tier_fetch_reply", "tier_offset_for_time", b"tier_offset_for_time", "tier_offset_for_time_reply", b"tier_offset_for_time_reply", "tier_partitions", b"tier_partitions", "tier_partitions_reply", b"tier_partitions_reply", "tier_progress", b"tier_progress", "tier_progress_reply", b"tier_progress_reply", "tier_purge", b"tier_purge", "tier_purge_reply", b"tier_purge_reply", "tier_purged", b"tier_purged", "tier_purged_reply", b"tier_purged_reply", "tier_rows", b"tier_rows", "tier_rows_reply", b"tier_rows_reply", "unregister_broker", b"unregister_broker", "unregister_broker_reply", b"unregister_broker_reply", "upgrade_cluster", b"upgrade_cluster", "upgrade_cluster_reply", b"upgrade_cluster_reply", "write_txn_markers", b"write_txn_markers", "write_txn_markers_reply", b"write_txn_markers_reply"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["add_voter", b"add_voter", "allocate_producer_ids", b"allocate_producer_ids", "allocate_producer_ids_reply", b"allocate_producer_ids_reply", "alter_configs", b"alter_configs", "alter_configs_reply", b"alter_configs_reply", "alter_partition", b"alter_partition", "alter_partition_reply", b"alter_partition_reply", "alter_reassignments", b"alter_reassignments", "alter_reassignments_reply", b"alter_reassignments_reply", "body", b"body", "broker_heartbeat", b"broker_heartbeat", "broker_heartbeat_reply", b"broker_heartbeat_reply", "byte_offsets", b"byte_offsets", "byte_offsets_reply", b"byte_offsets_reply", "change_voters_reply", b"change_voters_reply", "commit_to_table", b"commit_to_table", "commit_to_table_reply", b"commit_to_table_reply", "confirm_clock", b"confirm_clock", "confirm_clock_reply", b"confirm_clock_reply", "correlation_id", b"correlation_id", "create_partitions", b"create_partitions", "create_partitions_reply", b"create_partitions_reply", "create_topics", b"create_topics", "create_topics_reply", b"create_topics_reply", "delete_records", b"delete_records", "delete_records_reply", b"delete_records_reply", "delete_topics", b"delete_topics", "delete_topics_reply", b"delete_topics_reply", "describe_cluster", b"describe_cluster", "describe_cluster_reply", b"describe_cluster_reply", "describe_configs", b"describe_configs", "describe_configs_reply", b"describe_configs_reply", "describe_partitions", b"describe_partitions", "describe_partitions_reply", b"describe_partitions_reply", "describe_quorum", b"describe_quorum", "describe_quorum_reply", b"describe_quorum_reply", "describe_tier", b"describe_tier", "describe_tier_reply", b"describe_tier_reply", "elect_leaders", b"elect_leaders", "elect_leaders_reply", b"elect_leaders_reply", "error", b"error", "fetch", b"fetch", "fetch_metadata_log", b"fetch_metadata_log", "fetch_metadata_log_reply", b"fetch_metadata_log_reply", "fetch_reply", b"fetch_reply", "fetch_snapshot", b"fetch_snapshot", "fetch_snapshot_reply", b"fetch_snapshot_reply", "hello", b"hello", "hello_reply", b"hello_reply", "init_producer_id", b"init_producer_id", "init_producer_id_reply", b"init_producer_id_reply", "list_brokers", b"list_brokers", "list_brokers_reply", b"list_brokers_reply", "list_offsets", b"list_offsets", "list_offsets_reply", b"list_offsets_reply", "list_reassignments", b"list_reassignments", "list_reassignments_reply", b"list_reassignments_reply", "metadata", b"metadata", "metadata_reply", b"metadata_reply", "produce", b"produce", "produce_reply", b"produce_reply", "quorum_begin", b"quorum_begin", "quorum_end", b"quorum_end", "quorum_fetch", b"quorum_fetch", "quorum_fetch_reply", b"quorum_fetch_reply", "quorum_heard_reply", b"quorum_heard_reply", "quorum_vote", b"quorum_vote", "quorum_vote_reply", b"quorum_vote_reply", "register_broker", b"register_broker", "register_broker_reply", b"register_broker_reply", "remove_voter", b"remove_voter", "tier_claim", b"tier_claim", "tier_claim_reply", b"tier_claim_reply", "tier_confirm", b"tier_confirm", "tier_confirm_reply", b"tier_confirm_reply", "tier_fetch", b"tier_fetch", "tier_fetch_reply", b"tier_fetch_reply", "tier_offset_for_time", b"tier_offset_for_time", "tier_offset_for_time_reply", b"tier_offset_for_time_reply", "tier_partitions", b"tier_partitions", "tier_partitions_reply", b"tier_partitions_reply", "tier_progress", b"tier_progress", "tier_progress_reply", b"tier_progress_reply", "tier_purge", b"tier_purge", "tier_purge_reply", b"tier_purge_reply", "tier_purged", b"tier_purged", "tier_purged_reply", b"tier_purged_reply", "tier_rows", b"tier_rows", "tier_rows_reply", b"tier_rows_reply", "timeout_ms", b"timeout_ms", "unregister_broker", b"unregister_broker", "unregister_broker_reply", b"unregister_broker_reply", "upgrade_cluster", b"upgrade_cluster", "upgrade_cluster_reply", b"upgrade_cluster_reply"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_transaction", b"abort_transaction", "abort_transaction_reply", b"abort_transaction_reply", "add_partitions_to_txn", b"add_partitions_to_txn", "add_partitions_to_txn_reply", b"add_partitions_to_txn_reply", "add_voter", b"add_voter", "allocate_producer_ids", b"allocate_producer_ids", "allocate_producer_ids_reply", b"allocate_producer_ids_reply", "alter_configs", b"alter_configs", "alter_configs_reply", b"alter_configs_reply", "alter_partition", b"alter_partition", "alter_partition_reply", b"alter_partition_reply", "alter_reassignments", b"alter_reassignments", "alter_reassignments_reply", b"alter_reassignments_reply", "body", b"body", "broker_heartbeat", b"broker_heartbeat", "broker_heartbeat_reply", b"broker_heartbeat_reply", "byte_offsets", b"byte_offsets", "byte_offsets_reply", b"byte_offsets_reply", "change_voters_reply", b"change_voters_reply", "commit_to_table", b"commit_to_table", "commit_to_table_reply", b"commit_to_table_reply", "confirm_clock", b"confirm_clock", "confirm_clock_reply", b"confirm_clock_reply", "correlation_id", b"correlation_id", "create_internal_topic", b"create_internal_topic", "create_internal_topic_reply", b"create_internal_topic_reply", "create_partitions", b"create_partitions", "create_partitions_reply", b"create_partitions_reply", "create_topics", b"create_topics", "create_topics_reply", b"create_topics_reply", "delete_records", b"delete_records", "delete_records_reply", b"delete_records_reply", "delete_topics", b"delete_topics", "delete_topics_reply", b"delete_topics_reply", "describe_cluster", b"describe_cluster", "describe_cluster_reply", b"describe_cluster_reply", "describe_configs", b"describe_configs", "describe_configs_reply", b"describe_configs_reply", "describe_partitions", b"describe_partitions", "describe_partitions_reply", b"describe_partitions_reply", "describe_producers", b"describe_producers", "describe_producers_reply", b"describe_producers_reply", "describe_quorum", b"describe_quorum", "describe_quorum_reply", b"describe_quorum_reply", "describe_tier", b"describe_tier", "describe_tier_reply", b"describe_tier_reply", "describe_transactions", b"describe_transactions", "describe_transactions_reply", b"describe_transactions_reply", "elect_leaders", b"elect_leaders", "elect_leaders_reply", b"elect_leaders_reply", "end_txn", b"end_txn", "end_txn_reply", b"end_txn_reply", "error", b"error", "fetch", b"fetch", "fetch_metadata_log", b"fetch_metadata_log", "fetch_metadata_log_reply", b"fetch_metadata_log_reply", "fetch_reply", b"fetch_reply", "fetch_snapshot", b"fetch_snapshot", "fetch_snapshot_reply", b"fetch_snapshot_reply", "find_coordinator", b"find_coordinator", "find_coordinator_reply", b"find_coordinator_reply", "forget_transaction", b"forget_transaction", "forget_transaction_reply", b"forget_transaction_reply", "hello", b"hello", "hello_reply", b"hello_reply", "init_producer_id", b"init_producer_id", "init_producer_id_reply", b"init_producer_id_reply", "list_brokers", b"list_brokers", "list_brokers_reply", b"list_brokers_reply", "list_offsets", b"list_offsets", "list_offsets_reply", b"list_offsets_reply", "list_reassignments", b"list_reassignments", "list_reassignments_reply", b"list_reassignments_reply", "list_transactions", b"list_transactions", "list_transactions_reply", b"list_transactions_reply", "metadata", b"metadata", "metadata_reply", b"metadata_reply", "produce", b"produce", "produce_reply", b"produce_reply", "quorum_begin", b"quorum_begin", "quorum_end", b"quorum_end", "quorum_fetch", b"quorum_fetch", "quorum_fetch_reply", b"quorum_fetch_reply", "quorum_heard_reply", b"quorum_heard_reply", "quorum_vote", b"quorum_vote", "quorum_vote_reply", b"quorum_vote_reply", "register_broker", b"register_broker", "register_broker_reply", b"register_broker_reply", "remove_voter", b"remove_voter", "tier_claim", b"tier_claim", "tier_claim_reply", b"tier_claim_reply", "tier_confirm", b"tier_confirm", "tier_confirm_reply", b"tier_confirm_reply", "tier_fetch", b"tier_fetch", "tier_fetch_reply", b"tier_fetch_reply", "tier_offset_for_time", b"tier_offset_for_time", "tier_offset_for_time_reply", b"tier_offset_for_time_reply", "tier_partitions", b"tier_partitions", "tier_partitions_reply", b"tier_partitions_reply", "tier_progress", b"tier_progress", "tier_progress_reply", b"tier_progress_reply", "tier_purge", b"tier_purge", "tier_purge_reply", b"tier_purge_reply", "tier_purged", b"tier_purged", "tier_purged_reply", b"tier_purged_reply", "tier_rows", b"tier_rows", "tier_rows_reply", b"tier_rows_reply", "timeout_ms", b"timeout_ms", "unregister_broker", b"unregister_broker", "unregister_broker_reply", b"unregister_broker_reply", "upgrade_cluster", b"upgrade_cluster", "upgrade_cluster_reply", b"upgrade_cluster_reply", "write_txn_markers", b"write_txn_markers", "write_txn_markers_reply", b"write_txn_markers_reply"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "hello_reply", "metadata", "metadata_reply", "create_topics", "create_topics_reply", "delete_topics", "delete_topics_reply", "create_partitions", "create_partitions_reply", "describe_configs", "describe_configs_reply", "alter_configs", "alter_configs_reply", "list_offsets", "list_offsets_reply", "delete_records", "delete_records_reply", "init_producer_id", "init_producer_id_reply", "describe_partitions", "describe_partitions_reply", "describe_tier", "describe_tier_reply", "byte_offsets", "byte_offsets_reply", "produce", "produce_reply", "fetch", "fetch_reply", "register_broker", "register_broker_reply", "broker_heartbeat", "broker_heartbeat_reply", "fetch_metadata_log", "fetch_metadata_log_reply", "allocate_producer_ids", "allocate_producer_ids_reply", "alter_partition", "alter_partition_reply", "tier_purged", "tier_purged_reply", "quorum_vote", "quorum_vote_reply", "quorum_begin", "quorum_end", "quorum_heard_reply", "quorum_fetch", "quorum_fetch_reply", "describe_quorum", "describe_quorum_reply", "add_voter", "remove_voter", "change_voters_reply", "fetch_snapshot", "fetch_snapshot_reply", "alter_reassignments", "alter_reassignments_reply", "list_reassignments", "list_reassignments_reply", "elect_leaders", "elect_leaders_reply", "unregister_broker", "unregister_broker_reply", "list_brokers", "list_brokers_reply", "confirm_clock", "confirm_clock_reply", "describe_cluster", "describe_cluster_reply", "upgrade_cluster", "upgrade_cluster_reply", "tier_partitions", "tier_partitions_reply", "tier_progress", "tier_progress_reply", "tier_fetch", "tier_fetch_reply", "tier_offset_for_time", "tier_offset_for_time_reply", "tier_claim", "tier_claim_reply", "commit_to_table", "commit_to_table_reply", "tier_confirm", "tier_confirm_reply", "tier_purge", "tier_purge_reply", "tier_rows", "tier_rows_reply"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "hello_reply", "metadata", "metadata_reply", "create_topics", "create_topics_reply", "delete_topics", "delete_topics_reply", "create_partitions", "create_partitions_reply", "describe_configs", "describe_configs_reply", "alter_configs", "alter_configs_reply", "list_offsets", "list_offsets_reply", "delete_records", "delete_records_reply", "init_producer_id", "init_producer_id_reply", "describe_partitions", "describe_partitions_reply", "describe_tier", "describe_tier_reply", "byte_offsets", "byte_offsets_reply", "produce", "produce_reply", "fetch", "fetch_reply", "register_broker", "register_broker_reply", "broker_heartbeat", "broker_heartbeat_reply", "fetch_metadata_log", "fetch_metadata_log_reply", "allocate_producer_ids", "allocate_producer_ids_reply", "alter_partition", "alter_partition_reply", "tier_purged", "tier_purged_reply", "quorum_vote", "quorum_vote_reply", "quorum_begin", "quorum_end", "quorum_heard_reply", "quorum_fetch", "quorum_fetch_reply", "describe_quorum", "describe_quorum_reply", "add_voter", "remove_voter", "change_voters_reply", "fetch_snapshot", "fetch_snapshot_reply", "alter_reassignments", "alter_reassignments_reply", "list_reassignments", "list_reassignments_reply", "elect_leaders", "elect_leaders_reply", "unregister_broker", "unregister_broker_reply", "list_brokers", "list_brokers_reply", "confirm_clock", "confirm_clock_reply", "describe_cluster", "describe_cluster_reply", "upgrade_cluster", "upgrade_cluster_reply", "tier_partitions", "tier_partitions_reply", "tier_progress", "tier_progress_reply", "tier_fetch", "tier_fetch_reply", "tier_offset_for_time", "tier_offset_for_time_reply", "tier_claim", "tier_claim_reply", "commit_to_table", "commit_to_table_reply", "tier_confirm", "tier_confirm_reply", "tier_purge", "tier_purge_reply", "tier_rows", "tier_rows_reply", "find_coordinator", "find_coordinator_reply", "end_txn", "end_txn_reply", "list_transactions", "list_transactions_reply", "describe_transactions", "describe_transactions_reply", "abort_transaction", "abort_transaction_reply", "forget_transaction", "forget_transaction_reply", "describe_producers", "describe_producers_reply", "add_partitions_to_txn", "add_partitions_to_txn_reply", "write_txn_markers", "write_txn_markers_reply", "create_internal_topic", "create_internal_topic_reply"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -1521,24 +1607,29 @@ Global___DeleteRecordsReply: _TypeAlias = DeleteRecordsReply  # noqa: Y015
 
 @_typing.final
 class InitProducerIdRequest(_message.Message):
+    """producer_id -1, producer_epoch -1 = a new id; else bump (KIP-360).  With a transactional id: to its coordinator; fences older instances (X1)."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TRANSACTIONAL_ID_FIELD_NUMBER: _builtins.int
     PRODUCER_ID_FIELD_NUMBER: _builtins.int
     PRODUCER_EPOCH_FIELD_NUMBER: _builtins.int
+    TRANSACTION_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     transactional_id: _builtins.str
     producer_id: _builtins.int
     producer_epoch: _builtins.int
+    transaction_timeout_ms: _builtins.int
     def __init__(
         self,
         *,
         transactional_id: _builtins.str = ...,
         producer_id: _builtins.int = ...,
         producer_epoch: _builtins.int = ...,
+        transaction_timeout_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["producer_epoch", b"producer_epoch", "producer_id", b"producer_id", "transactional_id", b"transactional_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["producer_epoch", b"producer_epoch", "producer_id", b"producer_id", "transaction_timeout_ms", b"transaction_timeout_ms", "transactional_id", b"transactional_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -4831,6 +4922,902 @@ class TierPurgeReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TierPurgeReply: _TypeAlias = TierPurgeReply  # noqa: Y015
+
+@_typing.final
+class FindCoordinatorRequest(_message.Message):
+    """---- transactions (X) -----------------------------------------------------------------------------------
+    key_type: 0 group id, 1 transactional id.  partition: of the internal topic that the coordinator leads.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    KEY_TYPE_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    key_type: _builtins.int
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        key_type: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "key_type", b"key_type"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FindCoordinatorRequest: _TypeAlias = FindCoordinatorRequest  # noqa: Y015
+
+@_typing.final
+class FindCoordinatorReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    PARTITION_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.int
+    address: _builtins.str
+    partition: _builtins.int
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.int = ...,
+        address: _builtins.str = ...,
+        partition: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "node_id", b"node_id", "partition", b"partition"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FindCoordinatorReply: _TypeAlias = FindCoordinatorReply  # noqa: Y015
+
+@_typing.final
+class EndTxnRequest(_message.Message):
+    """producer_epoch: of the transaction that ends; the reply has the pair for the next one (KIP-890)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSACTIONAL_ID_FIELD_NUMBER: _builtins.int
+    PRODUCER_ID_FIELD_NUMBER: _builtins.int
+    PRODUCER_EPOCH_FIELD_NUMBER: _builtins.int
+    COMMIT_FIELD_NUMBER: _builtins.int
+    transactional_id: _builtins.str
+    producer_id: _builtins.int
+    producer_epoch: _builtins.int
+    commit: _builtins.bool
+    def __init__(
+        self,
+        *,
+        transactional_id: _builtins.str = ...,
+        producer_id: _builtins.int = ...,
+        producer_epoch: _builtins.int = ...,
+        commit: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "producer_epoch", b"producer_epoch", "producer_id", b"producer_id", "transactional_id", b"transactional_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndTxnRequest: _TypeAlias = EndTxnRequest  # noqa: Y015
+
+@_typing.final
+class EndTxnReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRODUCER_ID_FIELD_NUMBER: _builtins.int
+    PRODUCER_EPOCH_FIELD_NUMBER: _builtins.int
+    producer_id: _builtins.int
+    producer_epoch: _builtins.int
+    def __init__(
+        self,
+        *,
+        producer_id: _builtins.int = ...,
+        producer_epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["producer_epoch", b"producer_epoch", "producer_id", b"producer_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndTxnReply: _TypeAlias = EndTxnReply  # noqa: Y015
+
+@_typing.final
+class TxnPartition(_message.Message):
+    """A leader asks whether a producer's transaction is open and its partitions are registered; what is not registered is added (X6).
+    leader_epoch: in which the leader asks.  unclean_epoch: of the partition (R3); absent = none.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_ID_FIELD_NUMBER: _builtins.int
+    PARTITION_FIELD_NUMBER: _builtins.int
+    LEADER_EPOCH_FIELD_NUMBER: _builtins.int
+    UNCLEAN_EPOCH_FIELD_NUMBER: _builtins.int
+    topic_id: _builtins.str
+    partition: _builtins.int
+    leader_epoch: _builtins.int
+    unclean_epoch: _builtins.int
+    def __init__(
+        self,
+        *,
+        topic_id: _builtins.str = ...,
+        partition: _builtins.int = ...,
+        leader_epoch: _builtins.int = ...,
+        unclean_epoch: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_unclean_epoch", b"_unclean_epoch", "unclean_epoch", b"unclean_epoch"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_unclean_epoch", b"_unclean_epoch", "leader_epoch", b"leader_epoch", "partition", b"partition", "topic_id", b"topic_id", "unclean_epoch", b"unclean_epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__unclean_epoch: _TypeAlias = _typing.Literal["unclean_epoch"]  # noqa: Y015
+    _WhichOneofArgType__unclean_epoch: _TypeAlias = _typing.Literal["_unclean_epoch", b"_unclean_epoch"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__unclean_epoch) -> _WhichOneofReturnType__unclean_epoch | None: ...
+
+Global___TxnPartition: _TypeAlias = TxnPartition  # noqa: Y015
+
+@_typing.final
+class TxnQuestion(_message.Message):
+    """verify_only: nothing is added (X3): the question of a leader about a transaction that is open in its log"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRODUCER_ID_FIELD_NUMBER: _builtins.int
+    PRODUCER_EPOCH_FIELD_NUMBER: _builtins.int
+    PARTITIONS_FIELD_NUMBER: _builtins.int
+    VERIFY_ONLY_FIELD_NUMBER: _builtins.int
+    producer_id: _builtins.int
+    producer_epoch: _builtins.int
+    verify_only: _builtins.bool
+    @_builtins.property
+    def partitions(self) -> _containers.RepeatedCompositeFieldContainer[Global___TxnPartition]: ...
+    def __init__(
+        self,
+        *,
+        producer_id: _builtins.int = ...,
+        producer_epoch: _builtins.int = ...,
+        partitions: _abc.Iterable[Global___TxnPartition] | None = ...,
+        verify_only: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["partitions", b"partitions", "producer_epoch", b"producer_epoch", "producer_id", b"producer_id", "verify_only", b"verify_only"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TxnQuestion: _TypeAlias = TxnQuestion  # noqa: Y015
+
+@_typing.final
+class AddPartitionsToTxnRequest(_message.Message):
+    """metadata_offset: how far the leader that asks has applied the metadata"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COORDINATOR_PARTITION_FIELD_NUMBER: _builtins.int
+    METADATA_OFFSET_FIELD_NUMBER: _builtins.int
+    QUESTIONS_FIELD_NUMBER: _builtins.int
+    coordinator_partition: _builtins.int
+    metadata_offset: _builtins.int
+    @_builtins.property
+    def questions(self) -> _containers.RepeatedCompositeFieldContainer[Global___TxnQuestion]: ...
+    def __init__(
+        self,
+        *,
+        coordinator_partition: _builtins.int = ...,
+        metadata_offset: _builtins.int = ...,
+        questions: _abc.Iterable[Global___TxnQuestion] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_partition", b"coordinator_partition", "metadata_offset", b"metadata_offset", "questions", b"questions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AddPartitionsToTxnRequest: _TypeAlias = AddPartitionsToTxnRequest  # noqa: Y015
+
+@_typing.final
+class TxnAnswer(_message.Message):
+    """One answer per question, in order.  status (verify_only): 1 open, 2 prepared, 3 ended; ended: `commit` and `producer_epoch` are of the marker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ERROR_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    COMMIT_FIELD_NUMBER: _builtins.int
+    PRODUCER_EPOCH_FIELD_NUMBER: _builtins.int
+    status: _builtins.int
+    commit: _builtins.bool
+    producer_epoch: _builtins.int
+    @_builtins.property
+    def error(self) -> Global___Error: ...
+    def __init__(
+        self,
+        *,
+        error: Global___Error | None = ...,
+        status: _builtins.int = ...,
+        commit: _builtins.bool = ...,
+        producer_epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "error", b"error", "producer_epoch", b"producer_epoch", "status", b"status"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TxnAnswer: _TypeAlias = TxnAnswer  # noqa: Y015
+
+@_typing.final
+class AddPartitionsToTxnReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COORDINATOR_EPOCH_FIELD_NUMBER: _builtins.int
+    ANSWERS_FIELD_NUMBER: _builtins.int
+    coordinator_epoch: _builtins.int
+    @_builtins.property
+    def answers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TxnAnswer]: ...
+    def __init__(
+        self,
+        *,
+        coordinator_epoch: _builtins.int = ...,
+        answers: _abc.Iterable[Global___TxnAnswer] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "coordinator_epoch", b"coordinator_epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AddPartitionsToTxnReply: _TypeAlias = AddPartitionsToTxnReply  # noqa: Y015
+
+@_typing.final
+class TxnMarker(_message.Message):
+    """producer_epoch: of the marker, one above that of the transaction (X1)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRODUCER_ID_FIELD_NUMBER: _builtins.int
+    PRODUCER_EPOCH_FIELD_NUMBER: _builtins.int
+    COMMIT_FIELD_NUMBER: _builtins.int
+    COORDINATOR_EPOCH_FIELD_NUMBER: _builtins.int
+    PARTITION_COUNT_FIELD_NUMBER: _builtins.int
+    BATCH_ID_FIELD_NUMBER: _builtins.int
+    APPLICATION_FIELD_NUMBER: _builtins.int
+    PARTITIONS_FIELD_NUMBER: _builtins.int
+    producer_id: _builtins.int
+    producer_epoch: _builtins.int
+    commit: _builtins.bool
+    coordinator_epoch: _builtins.int
+    partition_count: _builtins.int
+    batch_id: _builtins.int
+    application: _builtins.str
+    @_builtins.property
+    def partitions(self) -> _containers.RepeatedCompositeFieldContainer[Global___FetchPartition]: ...
+    def __init__(
+        self,
+        *,
+        producer_id: _builtins.int = ...,
+        producer_epoch: _builtins.int = ...,
+        commit: _builtins.bool = ...,
+        coordinator_epoch: _builtins.int = ...,
+        partition_count: _builtins.int = ...,
+        batch_id: _builtins.int = ...,
+        application: _builtins.str = ...,
+        partitions: _abc.Iterable[Global___FetchPartition] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["application", b"application", "batch_id", b"batch_id", "commit", b"commit", "coordinator_epoch", b"coordinator_epoch", "partition_count", b"partition_count", "partitions", b"partitions", "producer_epoch", b"producer_epoch", "producer_id", b"producer_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TxnMarker: _TypeAlias = TxnMarker  # noqa: Y015
+
+@_typing.final
+class WriteTxnMarkersRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MARKERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def markers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TxnMarker]: ...
+    def __init__(
+        self,
+        *,
+        markers: _abc.Iterable[Global___TxnMarker] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["markers", b"markers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WriteTxnMarkersRequest: _TypeAlias = WriteTxnMarkersRequest  # noqa: Y015
+
+@_typing.final
+class TxnMarkerResult(_message.Message):
+    """marker: its index in the request.  Answered when the marker is below the high watermark."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MARKER_FIELD_NUMBER: _builtins.int
+    TOPIC_ID_FIELD_NUMBER: _builtins.int
+    PARTITION_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    marker: _builtins.int
+    topic_id: _builtins.str
+    partition: _builtins.int
+    @_builtins.property
+    def error(self) -> Global___Error: ...
+    def __init__(
+        self,
+        *,
+        marker: _builtins.int = ...,
+        topic_id: _builtins.str = ...,
+        partition: _builtins.int = ...,
+        error: Global___Error | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "marker", b"marker", "partition", b"partition", "topic_id", b"topic_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TxnMarkerResult: _TypeAlias = TxnMarkerResult  # noqa: Y015
+
+@_typing.final
+class WriteTxnMarkersReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESULTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___TxnMarkerResult]: ...
+    def __init__(
+        self,
+        *,
+        results: _abc.Iterable[Global___TxnMarkerResult] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["results", b"results"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WriteTxnMarkersReply: _TypeAlias = WriteTxnMarkersReply  # noqa: Y015
+
+@_typing.final
+class CreateInternalTopicRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BROKER_ID_FIELD_NUMBER: _builtins.int
+    BROKER_EPOCH_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    TOPIC_ID_FIELD_NUMBER: _builtins.int
+    broker_id: _builtins.int
+    broker_epoch: _builtins.int
+    name: _builtins.str
+    topic_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        broker_id: _builtins.int = ...,
+        broker_epoch: _builtins.int = ...,
+        name: _builtins.str = ...,
+        topic_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["broker_epoch", b"broker_epoch", "broker_id", b"broker_id", "name", b"name", "topic_id", b"topic_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CreateInternalTopicRequest: _TypeAlias = CreateInternalTopicRequest  # noqa: Y015
+
+@_typing.final
+class CreateInternalTopicReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    METADATA_OFFSET_FIELD_NUMBER: _builtins.int
+    metadata_offset: _builtins.int
+    def __init__(
+        self,
+        *,
+        metadata_offset: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["metadata_offset", b"metadata_offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CreateInternalTopicReply: _TypeAlias = CreateInternalTopicReply  # noqa: Y015
+
+@_typing.final
+class ListTransactionsRequest(_message.Message):
+    """What the coordinator that is asked knows of its own transactional ids.  states and producer_ids empty = all."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATES_FIELD_NUMBER: _builtins.int
+    PRODUCER_IDS_FIELD_NUMBER: _builtins.int
+    OPEN_LONGER_MS_FIELD_NUMBER: _builtins.int
+    open_longer_ms: _builtins.int
+    @_builtins.property
+    def states(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def producer_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        states: _abc.Iterable[_builtins.str] | None = ...,
+        producer_ids: _abc.Iterable[_builtins.int] | None = ...,
+        open_longer_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["open_longer_ms", b"open_longer_ms", "producer_ids", b"producer_ids", "states", b"states"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListTransactionsRequest: _TypeAlias = ListTransactionsRequest  # noqa: Y015
+
+@_typing.final
+class TransactionListing(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSACTIONAL_ID_FIELD_NUMBER: _builtins.int
+    PRODUCER_ID_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    transactional_id: _builtins.str
+    producer_id: _builtins.int
+    state: _builtins.str
+    def __init__(
+        self,
+        *,
+        transactional_id: _builtins.str = ...,
+        producer_id: _builtins.int = ...,
+        state: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["producer_id", b"producer_id", "state", b"state", "transactional_id", b"transactional_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TransactionListing: _TypeAlias = TransactionListing  # noqa: Y015
+
+@_typing.final
+class ListTransactionsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSACTIONS_FIELD_NUMBER: _builtins.int
+    LOADING_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def transactions(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransactionListing]: ...
+    @_builtins.property
+    def loading(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        transactions: _abc.Iterable[Global___TransactionListing] | None = ...,
+        loading: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loading", b"loading", "transactions", b"transactions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListTransactionsReply: _TypeAlias = ListTransactionsReply  # noqa: Y015
+
+@_typing.final
+class DescribeTransactionsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSACTIONAL_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def transactional_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        transactional_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["transactional_ids", b"transactional_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeTransactionsRequest: _TypeAlias = DescribeTransactionsRequest  # noqa: Y015
+
+@_typing.final
+class TransactionDescription(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ERROR_FIELD_NUMBER: _builtins.int
+    TRANSACTIONAL_ID_FIELD_NUMBER: _builtins.int
+    COORDINATOR_ID_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    PRODUCER_ID_FIELD_NUMBER: _builtins.int
+    PRODUCER_EPOCH_FIELD_NUMBER: _builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    STARTED_MS_FIELD_NUMBER: _builtins.int
+    PARTITIONS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    transactional_id: _builtins.str
+    coordinator_id: _builtins.int
+    state: _builtins.str
+    producer_id: _builtins.int
+    producer_epoch: _builtins.int
+    timeout_ms: _builtins.int
+    started_ms: _builtins.int
+    reason: _builtins.str
+    @_builtins.property
+    def error(self) -> Global___Error: ...
+    @_builtins.property
+    def partitions(self) -> _containers.RepeatedCompositeFieldContainer[Global___FetchPartition]: ...
+    def __init__(
+        self,
+        *,
+        error: Global___Error | None = ...,
+        transactional_id: _builtins.str = ...,
+        coordinator_id: _builtins.int = ...,
+        state: _builtins.str = ...,
+        producer_id: _builtins.int = ...,
+        producer_epoch: _builtins.int = ...,
+        timeout_ms: _builtins.int = ...,
+        started_ms: _builtins.int = ...,
+        partitions: _abc.Iterable[Global___FetchPartition] | None = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_id", b"coordinator_id", "error", b"error", "partitions", b"partitions", "producer_epoch", b"producer_epoch", "producer_id", b"producer_id", "reason", b"reason", "started_ms", b"started_ms", "state", b"state", "timeout_ms", b"timeout_ms", "transactional_id", b"transactional_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TransactionDescription: _TypeAlias = TransactionDescription  # noqa: Y015
+
+@_typing.final
+class DescribeTransactionsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSACTIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def transactions(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransactionDescription]: ...
+    def __init__(
+        self,
+        *,
+        transactions: _abc.Iterable[Global___TransactionDescription] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["transactions", b"transactions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeTransactionsReply: _TypeAlias = DescribeTransactionsReply  # noqa: Y015
+
+@_typing.final
+class AbortTransactionRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSACTIONAL_ID_FIELD_NUMBER: _builtins.int
+    transactional_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        transactional_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["transactional_id", b"transactional_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AbortTransactionRequest: _TypeAlias = AbortTransactionRequest  # noqa: Y015
+
+@_typing.final
+class AbortTransactionReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AbortTransactionReply: _TypeAlias = AbortTransactionReply  # noqa: Y015
+
+@_typing.final
+class ForgetTransactionRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSACTIONAL_ID_FIELD_NUMBER: _builtins.int
+    transactional_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        transactional_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["transactional_id", b"transactional_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForgetTransactionRequest: _TypeAlias = ForgetTransactionRequest  # noqa: Y015
+
+@_typing.final
+class ForgetTransactionReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForgetTransactionReply: _TypeAlias = ForgetTransactionReply  # noqa: Y015
+
+@_typing.final
+class ProducerState(_message.Message):
+    """Producers that the leader of a partition knows (KIP-664).  transaction_start: first offset of the open transaction, -1 = none."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRODUCER_ID_FIELD_NUMBER: _builtins.int
+    PRODUCER_EPOCH_FIELD_NUMBER: _builtins.int
+    LAST_SEQUENCE_FIELD_NUMBER: _builtins.int
+    LAST_MS_FIELD_NUMBER: _builtins.int
+    COORDINATOR_EPOCH_FIELD_NUMBER: _builtins.int
+    TRANSACTION_START_FIELD_NUMBER: _builtins.int
+    TRANSACTION_BEGAN_MS_FIELD_NUMBER: _builtins.int
+    producer_id: _builtins.int
+    producer_epoch: _builtins.int
+    last_sequence: _builtins.int
+    last_ms: _builtins.int
+    coordinator_epoch: _builtins.int
+    transaction_start: _builtins.int
+    transaction_began_ms: _builtins.int
+    def __init__(
+        self,
+        *,
+        producer_id: _builtins.int = ...,
+        producer_epoch: _builtins.int = ...,
+        last_sequence: _builtins.int = ...,
+        last_ms: _builtins.int = ...,
+        coordinator_epoch: _builtins.int = ...,
+        transaction_start: _builtins.int = ...,
+        transaction_began_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_epoch", b"coordinator_epoch", "last_ms", b"last_ms", "last_sequence", b"last_sequence", "producer_epoch", b"producer_epoch", "producer_id", b"producer_id", "transaction_began_ms", b"transaction_began_ms", "transaction_start", b"transaction_start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProducerState: _TypeAlias = ProducerState  # noqa: Y015
+
+@_typing.final
+class DescribeProducersItem(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_ID_FIELD_NUMBER: _builtins.int
+    PARTITION_FIELD_NUMBER: _builtins.int
+    topic_id: _builtins.str
+    partition: _builtins.int
+    def __init__(
+        self,
+        *,
+        topic_id: _builtins.str = ...,
+        partition: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["partition", b"partition", "topic_id", b"topic_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeProducersItem: _TypeAlias = DescribeProducersItem  # noqa: Y015
+
+@_typing.final
+class DescribeProducersRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARTITIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def partitions(self) -> _containers.RepeatedCompositeFieldContainer[Global___DescribeProducersItem]: ...
+    def __init__(
+        self,
+        *,
+        partitions: _abc.Iterable[Global___DescribeProducersItem] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["partitions", b"partitions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeProducersRequest: _TypeAlias = DescribeProducersRequest  # noqa: Y015
+
+@_typing.final
+class DescribedProducers(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_ID_FIELD_NUMBER: _builtins.int
+    PARTITION_FIELD_NUMBER: _builtins.int
+    PRODUCERS_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    topic_id: _builtins.str
+    partition: _builtins.int
+    @_builtins.property
+    def producers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProducerState]: ...
+    @_builtins.property
+    def error(self) -> Global___Error: ...
+    def __init__(
+        self,
+        *,
+        topic_id: _builtins.str = ...,
+        partition: _builtins.int = ...,
+        producers: _abc.Iterable[Global___ProducerState] | None = ...,
+        error: Global___Error | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "partition", b"partition", "producers", b"producers", "topic_id", b"topic_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribedProducers: _TypeAlias = DescribedProducers  # noqa: Y015
+
+@_typing.final
+class DescribeProducersReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARTITIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def partitions(self) -> _containers.RepeatedCompositeFieldContainer[Global___DescribedProducers]: ...
+    def __init__(
+        self,
+        *,
+        partitions: _abc.Iterable[Global___DescribedProducers] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["partitions", b"partitions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeProducersReply: _TypeAlias = DescribeProducersReply  # noqa: Y015
+
+@_typing.final
+class TransactionRecord(_message.Message):
+    """---- records of __transaction_state (key: server/transactions/records.py) --------------------------------"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSACTION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def transaction(self) -> Global___TransactionStateRecord: ...
+    def __init__(
+        self,
+        *,
+        transaction: Global___TransactionStateRecord | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["record", b"record", "transaction", b"transaction"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["record", b"record", "transaction", b"transaction"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_record: _TypeAlias = _typing.Literal["transaction"]  # noqa: Y015
+    _WhichOneofArgType_record: _TypeAlias = _typing.Literal["record", b"record"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_record) -> _WhichOneofReturnType_record | None: ...
+
+Global___TransactionRecord: _TypeAlias = TransactionRecord  # noqa: Y015
+
+@_typing.final
+class TxnTopic(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_ID_FIELD_NUMBER: _builtins.int
+    PARTITIONS_FIELD_NUMBER: _builtins.int
+    UNCLEAN_EPOCHS_FIELD_NUMBER: _builtins.int
+    topic_id: _builtins.str
+    @_builtins.property
+    def partitions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def unclean_epochs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        topic_id: _builtins.str = ...,
+        partitions: _abc.Iterable[_builtins.int] | None = ...,
+        unclean_epochs: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["partitions", b"partitions", "topic_id", b"topic_id", "unclean_epochs", b"unclean_epochs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TxnTopic: _TypeAlias = TxnTopic  # noqa: Y015
+
+@_typing.final
+class TransactionStateRecord(_message.Message):
+    """state: 1 empty, 2 ongoing, 3 prepare commit, 4 prepare abort, 5 complete commit, 6 complete abort"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSACTIONAL_ID_FIELD_NUMBER: _builtins.int
+    PRODUCER_ID_FIELD_NUMBER: _builtins.int
+    PRODUCER_EPOCH_FIELD_NUMBER: _builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    TOPICS_FIELD_NUMBER: _builtins.int
+    STARTED_MS_FIELD_NUMBER: _builtins.int
+    UPDATED_MS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    PREVIOUS_PRODUCER_ID_FIELD_NUMBER: _builtins.int
+    PREVIOUS_PRODUCER_EPOCH_FIELD_NUMBER: _builtins.int
+    NEXT_PRODUCER_ID_FIELD_NUMBER: _builtins.int
+    NEXT_PRODUCER_EPOCH_FIELD_NUMBER: _builtins.int
+    METADATA_OFFSET_FIELD_NUMBER: _builtins.int
+    FENCED_FIELD_NUMBER: _builtins.int
+    transactional_id: _builtins.str
+    producer_id: _builtins.int
+    producer_epoch: _builtins.int
+    timeout_ms: _builtins.int
+    state: _builtins.int
+    started_ms: _builtins.int
+    updated_ms: _builtins.int
+    reason: _builtins.str
+    """reason: why the coordinator aborted it; "" = the producer asked"""
+    previous_producer_id: _builtins.int
+    previous_producer_epoch: _builtins.int
+    """the pair that the last EndTxn named (X1); -1 = none"""
+    next_producer_id: _builtins.int
+    next_producer_epoch: _builtins.int
+    """prepared: the pair after the end"""
+    metadata_offset: _builtins.int
+    """the highest that an asker of its partitions had applied"""
+    fenced: _builtins.bool
+    """prepared or ended because a newer instance began (init)"""
+    @_builtins.property
+    def topics(self) -> _containers.RepeatedCompositeFieldContainer[Global___TxnTopic]: ...
+    def __init__(
+        self,
+        *,
+        transactional_id: _builtins.str = ...,
+        producer_id: _builtins.int = ...,
+        producer_epoch: _builtins.int = ...,
+        timeout_ms: _builtins.int = ...,
+        state: _builtins.int = ...,
+        topics: _abc.Iterable[Global___TxnTopic] | None = ...,
+        started_ms: _builtins.int = ...,
+        updated_ms: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        previous_producer_id: _builtins.int = ...,
+        previous_producer_epoch: _builtins.int = ...,
+        next_producer_id: _builtins.int = ...,
+        next_producer_epoch: _builtins.int = ...,
+        metadata_offset: _builtins.int = ...,
+        fenced: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fenced", b"fenced", "metadata_offset", b"metadata_offset", "next_producer_epoch", b"next_producer_epoch", "next_producer_id", b"next_producer_id", "previous_producer_epoch", b"previous_producer_epoch", "previous_producer_id", b"previous_producer_id", "producer_epoch", b"producer_epoch", "producer_id", b"producer_id", "reason", b"reason", "started_ms", b"started_ms", "state", b"state", "timeout_ms", b"timeout_ms", "topics", b"topics", "transactional_id", b"transactional_id", "updated_ms", b"updated_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TransactionStateRecord: _TypeAlias = TransactionStateRecord  # noqa: Y015
 
 @_typing.final
 class MetadataRecord(_message.Message):
