@@ -49,6 +49,7 @@ SERVER_LAYERS = {
     "controller": 4,
     "replica": 5,
     "tier": 6,
+    "transactions": 6,
     "broker": 7,
     "handlers": 8,
     "process": 9,

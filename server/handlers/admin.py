@@ -17,7 +17,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from pk import errors
+from pk import errors, limits
 from pk.server.broker.clock_watch import ClockWatch
 from pk.server.broker.hosted_partitions import HostedPartitions
 from pk.server.handlers.admission import Admission
@@ -30,8 +30,6 @@ from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 
 ADMIN_TIMEOUT_MS = 30_000
-#: Largest producer epoch (i16) that is used; behind it a new producer id is given (KIP-360).
-PRODUCER_EPOCH_LAST = 2**15 - 2
 
 
 class AdminRequests:
@@ -131,7 +129,7 @@ class ProducerIds:
         if request.transactional_id:
             raise errors.UnsupportedFeature("transactions are not in this build")
         self._admission.check_new_session()
-        if request.producer_id >= 0 and 0 <= request.producer_epoch < PRODUCER_EPOCH_LAST:
+        if request.producer_id >= 0 and 0 <= request.producer_epoch < limits.PRODUCER_EPOCH_LAST:
             if not (request.producer_id or request.producer_epoch):
                 return (
                     await self._fresh()

@@ -36,6 +36,13 @@ CONTROL_STREAMS_MAX = 256
 CONNECTIONS_MAX = 16_384
 #: Batches of one producer that the broker remembers per partition (KIP-98: five).
 PRODUCER_BATCHES_REMEMBERED = 5
+#: Largest producer epoch (i16) that a producer gets; after it the producer gets a new id (KIP-360).
+#: The marker of its transaction has the epoch above it (X1).
+PRODUCER_EPOCH_LAST = 2**15 - 2
+#: Bytes (utf-8) of the longest transactional id: it is in every record of its transactions.
+TRANSACTIONAL_ID_BYTES_MAX = 249
+#: Partitions of one transaction: each registration writes a record with all of them.
+TRANSACTION_PARTITIONS_MAX = 10_000
 #: Requests in flight per (producer, partition) that idempotence can keep in order.
 IN_FLIGHT_MAX = 5
 #: Producer ids per block that the controller grants to a broker.
