@@ -35,9 +35,9 @@ def stale(page: str) -> list[str]:
         modules = _CODE.findall(row[2])
         names: set[str] = set()
         for module in modules:
-            path = ROOT / f"{module}.py"
-            if path.exists():
-                names |= defined(path.read_text(encoding="utf-8")) | {path.stem}
+            files = [ROOT / f"{module}.py", ROOT / module / "__init__.py"]
+            if path := next((each for each in files if each.exists()), None):
+                names |= defined(path.read_text(encoding="utf-8")) | {Path(module).name}
             else:
                 found.append(f"{module}: no such module")
         if not modules:

@@ -15,7 +15,7 @@ from real_cluster import close, run, until
 
 from pk.cli.embedded import EmbeddedCluster, pk_command
 from pk.client.admin import AdminClient, NewTopic
-from pk.client.quorum import QuorumDescription
+from pk.client.admin.quorum import QuorumDescription
 
 pytestmark = pytest.mark.integration
 

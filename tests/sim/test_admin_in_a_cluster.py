@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pk import errors
-from pk.client.described import PartitionDescription, describe_partitions
+from pk.client.admin.described import PartitionDescription, describe_partitions
 from pk.client.offsets import lookup_offsets
 from pk.types import TopicPartition
 from tests.kit.cluster import SESSION_MS, Kit, Lines

@@ -23,8 +23,8 @@ from pk.cli.common import (
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pk.client.described import TierDescription
-    from pk.client.tier_rows import TierRows
+    from pk.client.admin.described import TierDescription
+    from pk.client.admin.tier import TierRows
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 

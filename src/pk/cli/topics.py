@@ -26,7 +26,7 @@ from pk.cli.common import (
 
 if TYPE_CHECKING:
     from pk.client.admin import TopicResult
-    from pk.client.described import PartitionDescription
+    from pk.client.admin.described import PartitionDescription
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 

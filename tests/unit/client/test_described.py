@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pk import errors
-from pk.client.described import describe_tier
+from pk.client.admin.described import describe_tier
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 

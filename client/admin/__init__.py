@@ -17,18 +17,19 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from pk import errors, settings
-from pk.client import arguments, connection, described
-from pk.client.brokers import BrokerCalls
-from pk.client.cluster import ClusterCalls
-from pk.client.described import PartitionDescription, TierDescription
+from pk.client import arguments, connection
+from pk.client.admin import described
+from pk.client.admin.brokers import BrokerCalls
+from pk.client.admin.cluster import ClusterCalls
+from pk.client.admin.described import PartitionDescription, TierDescription
+from pk.client.admin.quorum import QuorumCalls, ask_active
+from pk.client.admin.reassignments import PartitionReassignment as PartitionReassignment
+from pk.client.admin.reassignments import ReassignmentCalls
+from pk.client.admin.tier import TierRows, tier_rows
 from pk.client.endings import refusal
 from pk.client.network_client import NetworkClient
 from pk.client.offsets import ISOLATION, OFFSET_MAX, lookup_offsets
 from pk.client.options import TIMEOUT_S, bootstrap_of
-from pk.client.quorum import QuorumCalls, ask_active
-from pk.client.reassignments import PartitionReassignment as PartitionReassignment
-from pk.client.reassignments import ReassignmentCalls
-from pk.client.tier_rows import TierRows, tier_rows
 from pk.types import TopicPartition
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
