@@ -1,89 +1,56 @@
-"""Administration: topics, settings, offsets, the tier, the metadata quorum.
+"""Administration: topics, settings, offsets, replicas, brokers, the tier, the metadata quorum.
 
 Every call blocks for at most `timeout_s`, connecting included, and raises the typed error of the
 first failure.  It raises `RequestTimedOut` or `BrokerUnavailable` if no server answered.  Setting
 names may be Kafka's (`retention.ms`).  An admin client is safe to share between threads and does
 not survive a fork.
+
+`AdminClient` documents every call and passes it to the object of its subject, which has a method of
+the same name: `TopicCalls` in `topics`, `QuorumCalls` in `quorum`, and so on.  These objects share
+one `AdminConnection`.  A new subject, such as groups, is a module of this package.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
-from google.protobuf.message import Message
-
-from pk import errors, settings
-from pk.client import arguments, connection
-from pk.client.admin import described
-from pk.client.admin.brokers import BrokerCalls
-from pk.client.admin.cluster import ClusterCalls
+from pk import errors
+from pk.client import arguments
+from pk.client.admin.brokers import BrokerCalls, BrokerDescription
+from pk.client.admin.cluster import ClusterCalls, ClusterDescription, NodeLevel
+from pk.client.admin.configs import ConfigCalls, ConfigEntry
+from pk.client.admin.connection import AdminConnection
 from pk.client.admin.described import PartitionDescription, TierDescription
-from pk.client.admin.quorum import QuorumCalls, ask_active
-from pk.client.admin.reassignments import PartitionReassignment as PartitionReassignment
-from pk.client.admin.reassignments import ReassignmentCalls
-from pk.client.admin.tier import TierRows, tier_rows
-from pk.client.endings import refusal
-from pk.client.network_client import NetworkClient
-from pk.client.offsets import ISOLATION, OFFSET_MAX, lookup_offsets
+from pk.client.admin.offsets import SPECIAL_OFFSETS, OffsetCalls
+from pk.client.admin.quorum import QuorumCalls, QuorumDescription, QuorumReplica
+from pk.client.admin.reassignments import PartitionReassignment, ReassignmentCalls
+from pk.client.admin.tier import TierCalls, TierRows
+from pk.client.admin.topics import NewTopic, TopicCalls, TopicListing, TopicResult
 from pk.client.options import TIMEOUT_S, bootstrap_of
 from pk.types import TopicPartition
-from pk.wire import frames
-from pk.wire import pk_pb2 as wire
 
-T = TypeVar("T")
-
-#: The words that `list_offsets` accepts; a number is a time in ms.
-SPECIAL_OFFSETS = {
-    "latest": -1, "earliest": -2, "max_timestamp": -3, "earliest_local": -4, "tiered_end": -5,
-}  # fmt: skip
-
-
-@dataclass(slots=True, frozen=True)
-class NewTopic:
-    """A topic to create; `partitions=0` takes the server's default."""
-
-    name: str
-    partitions: int = 0
-    configs: Mapping[str, Any] = field(default_factory=dict)
-    replication_factor: int = 0
-
-
-@dataclass(slots=True, frozen=True)
-class TopicResult:
-    """The result for one topic; `note` is for people (where its table stays, …)."""
-
-    name: str
-    topic_id: str
-    note: str = ""
-    error: errors.PkError | None = None
+__all__ = [
+    "AdminClient",
+    "NewTopic",
+    "TopicResult",
+    "TopicListing",
+    "PartitionDescription",
+    "ConfigEntry",
+    "SPECIAL_OFFSETS",
+    "PartitionReassignment",
+    "BrokerDescription",
+    "ClusterDescription",
+    "NodeLevel",
+    "QuorumDescription",
+    "QuorumReplica",
+    "TierDescription",
+    "TierRows",
+]
 
 
-@dataclass(slots=True, frozen=True)
-class TopicListing:
-    """One line of `list_topics`."""
-
-    name: str
-    topic_id: str
-    partitions: int
-    internal: bool
-
-
-@dataclass(slots=True, frozen=True)
-class ConfigEntry:
-    """One setting of a resource; `source`: where its value comes from (topic, server, default)."""
-
-    name: str
-    value: str
-    source: str
-    read_only: bool = False
-    doc: str = ""
-
-
-class AdminClient(BrokerCalls, ClusterCalls, QuorumCalls, ReassignmentCalls):
+class AdminClient:
     """Administers a cluster.
 
     bootstrap: "host:port,…" of brokers, or a list.  bootstrap_controllers: addresses of controllers
@@ -107,11 +74,10 @@ class AdminClient(BrokerCalls, ClusterCalls, QuorumCalls, ReassignmentCalls):
     ) -> None:
         arguments.text(client_id, "client_id")
         controllers = options.pop("bootstrap.controllers", bootstrap_controllers)
-        self._of_controllers = controllers is not None
         if controllers is None:
-            bootstrap = bootstrap_of(bootstrap, options)
+            addresses = bootstrap_of(bootstrap, options)
         elif bootstrap is None:
-            bootstrap = controllers
+            addresses = controllers
         else:
             raise errors.InvalidOption("give brokers or controllers, not both", option="bootstrap")
         if options:
@@ -120,22 +86,20 @@ class AdminClient(BrokerCalls, ClusterCalls, QuorumCalls, ReassignmentCalls):
                 "bootstrap_controllers, request_timeout_ms and client_id",
                 option=next(iter(options)),
             )
-        self._closed = False
-        self._ending = threading.Lock()
-        self._thread = connection.acquire()
-        try:
-            self._cluster = NetworkClient(
-                self._thread.world,
-                () if bootstrap is None else bootstrap,
-                client_id=client_id,
-                request_timeout_ms=settings.CONSUMER.by_name["request_timeout_ms"].parse(
-                    request_timeout_ms
-                ),
-            )
-        except BaseException:
-            connection.release(self._thread)
-            raise
-        connection.close_at_exit(self, self.close)
+        self._connection = AdminConnection(
+            addresses,
+            of_controllers=controllers is not None,
+            client_id=client_id,
+            request_timeout_ms=request_timeout_ms,
+        )
+        self._topics = TopicCalls(self._connection)
+        self._configs = ConfigCalls(self._connection)
+        self._offsets = OffsetCalls(self._connection)
+        self._reassignments = ReassignmentCalls(self._connection)
+        self._brokers = BrokerCalls(self._connection)
+        self._cluster = ClusterCalls(self._connection)
+        self._quorum = QuorumCalls(self._connection)
+        self._tier = TierCalls(self._connection)
 
     # -- topics ------------------------------------------------------------------------------------
 
@@ -155,8 +119,8 @@ class AdminClient(BrokerCalls, ClusterCalls, QuorumCalls, ReassignmentCalls):
         validate_only: check, and create nothing.  Raises `TopicAlreadyExists`, `InvalidTopic`,
         `InvalidConfig`, `InvalidPartitions`, `InvalidReplicationFactor`.
         """
-        new = NewTopic(name, partitions, {} if configs is None else configs, replication_factor)
-        return _one(self.create_topics([new], validate_only=validate_only, timeout_s=timeout_s))
+        topic = NewTopic(name, partitions, {} if configs is None else configs, replication_factor)
+        return self._topics.create_topic(topic, validate_only, timeout_s)
 
     def create_topics(
         self,
@@ -166,30 +130,19 @@ class AdminClient(BrokerCalls, ClusterCalls, QuorumCalls, ReassignmentCalls):
         timeout_s: float = TIMEOUT_S,
     ) -> list[TopicResult]:
         """Create topics, each independently: check each result's `error`."""
-        request = wire.CreateTopicsRequest(
-            validate_only=arguments.flag(validate_only, "validate_only")
-        )
-        request.request_id = self._cluster.world.new_id()  # it may be asked again
-        for topic in arguments.items(topics, "topics", "NewTopic"):
-            _add_topic(request, topic)
-        return _results(self._ask(request, wire.CreateTopicsReply, timeout_s).results)
+        return self._topics.create_topics(topics, validate_only, timeout_s)
 
     def delete_topic(
         self, name: str, *, purge_tier: bool = False, timeout_s: float = TIMEOUT_S
     ) -> TopicResult:
         """Delete one topic.  Its table stays (`note` says where) unless `purge_tier`."""
-        name = arguments.topic(name, "name")
-        return _one(self.delete_topics([name], purge_tier=purge_tier, timeout_s=timeout_s))
+        return self._topics.delete_topic(name, purge_tier, timeout_s)
 
     def delete_topics(
         self, names: Iterable[str], *, purge_tier: bool = False, timeout_s: float = TIMEOUT_S
     ) -> list[TopicResult]:
         """Delete topics, each independently: check each result's `error`."""
-        request = wire.DeleteTopicsRequest(
-            names=arguments.topics(names, "names"),
-            purge_tier=arguments.flag(purge_tier, "purge_tier"),
-        )
-        return _results(self._ask(request, wire.DeleteTopicsReply, timeout_s).results)
+        return self._topics.delete_topics(names, purge_tier, timeout_s)
 
     def create_partitions(
         self, topic: str, total: int, *, timeout_s: float = TIMEOUT_S
@@ -197,22 +150,13 @@ class AdminClient(BrokerCalls, ClusterCalls, QuorumCalls, ReassignmentCalls):
         """Grow a topic to `total` partitions.  From then on a key may go to another partition (see
         `note`).
         """
-        request = wire.CreatePartitionsRequest()
-        request.topics.add(name=arguments.topic(topic), total_count=arguments.whole(total, "total"))
-        return _one(_results(self._ask(request, wire.CreatePartitionsReply, timeout_s).results))
+        return self._topics.create_partitions(topic, total, timeout_s)
 
     def list_topics(
         self, *, internal: bool = False, timeout_s: float = TIMEOUT_S
     ) -> list[TopicListing]:
         """Return all topics, by name."""
-        internal = arguments.flag(internal, "internal")
-        reply = self._ask(wire.MetadataRequest(), wire.MetadataReply, timeout_s)
-        found = [
-            TopicListing(t.name, t.topic_id, len(t.partitions), t.internal)
-            for t in reply.topics
-            if not t.HasField("error") and (internal or not t.internal)
-        ]
-        return sorted(found, key=lambda topic: topic.name)
+        return self._topics.list_topics(internal, timeout_s)
 
     def describe_topics(
         self, names: Iterable[str] | None = None, *, timeout_s: float = TIMEOUT_S
@@ -221,12 +165,7 @@ class AdminClient(BrokerCalls, ClusterCalls, QuorumCalls, ReassignmentCalls):
 
         Raises `UnknownTopicOrPartition` for a topic that does not exist.
         """
-        wanted = None if names is None else described.unique(arguments.topics(names, "names"))
-        if wanted is not None and not wanted:
-            return []
-        return self._joined(
-            lambda one_ms: described.describe_partitions(self._cluster, wanted, one_ms), timeout_s
-        )
+        return self._topics.describe_topics(names, timeout_s)
 
     # -- settings ----------------------------------------------------------------------------------
 
@@ -236,14 +175,7 @@ class AdminClient(BrokerCalls, ClusterCalls, QuorumCalls, ReassignmentCalls):
         """Return all settings of a topic (or `resource="broker"`, name "" = the cluster's
         defaults).
         """
-        request = wire.DescribeConfigsRequest()
-        request.resources.add(
-            type=arguments.text(resource, "resource"), name=arguments.text(name, "name")
-        )
-        result = _only(self._ask(request, wire.DescribeConfigsReply, timeout_s).results)
-        if result.HasField("error"):
-            raise refusal(result.error)
-        return [ConfigEntry(e.name, e.value, e.source, e.read_only, e.doc) for e in result.entries]
+        return self._configs.describe_configs(name, resource, timeout_s)
 
     def alter_configs(
         self,
@@ -256,18 +188,7 @@ class AdminClient(BrokerCalls, ClusterCalls, QuorumCalls, ReassignmentCalls):
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         """Change settings of a topic; settings that are not named stay as they are."""
-        request = wire.AlterConfigsRequest(
-            validate_only=arguments.flag(validate_only, "validate_only")
-        )
-        change = request.changes.add(
-            set=_settings_of({} if set is None else set, "set"),
-            unset=[_dotless(arguments.text(n, "unset")) for n in arguments.items(unset, "unset")],
-        )
-        change.resource.type = arguments.text(resource, "resource")
-        change.resource.name = arguments.text(name, "name")
-        result = _only(self._ask(request, wire.AlterConfigsReply, timeout_s).results)
-        if result.HasField("error"):
-            raise refusal(result.error)
+        self._configs.alter_configs(name, set, unset, resource, validate_only, timeout_s)
 
     # -- offsets -----------------------------------------------------------------------------------
 
@@ -279,23 +200,13 @@ class AdminClient(BrokerCalls, ClusterCalls, QuorumCalls, ReassignmentCalls):
         timeout_s: float = TIMEOUT_S,
     ) -> dict[TopicPartition, tuple[int, int]]:
         """Return `(offset, timestamp)` by word (SPECIAL_OFFSETS) or by time in ms."""
-        asked = arguments.by_place(partitions, "partitions", "offsets")
-        wanted = {place: _time_of(spec, "partitions") for place, spec in asked.items()}
-        isolation = arguments.choice(isolation_level, "isolation_level", ISOLATION)
-        timeout_ms = int(arguments.seconds(timeout_s) * 1000)
-        work = lookup_offsets(self._cluster, wanted, wanted, isolation, timeout_ms)
-        return self._run(work, timeout_s)
+        return self._offsets.list_offsets(partitions, isolation_level, timeout_s)
 
     def offsets(
         self, topic: str, spec: str | int = "latest", *, timeout_s: float = TIMEOUT_S
     ) -> dict[TopicPartition, int]:
         """Return one offset of each partition of a topic: `list_offsets` for all of them."""
-        topic, _ = arguments.topic(topic), _time_of(spec, "spec")
-        deadline = self._now_s() + arguments.seconds(timeout_s)
-        found = self._run(self._cluster.topic(topic, int(timeout_s * 1000)), timeout_s)
-        places = {TopicPartition(topic, p): spec for p in range(found.partitions)}
-        listed = self.list_offsets(places, timeout_s=max(0.001, deadline - self._now_s()))
-        return {place: at[0] for place, at in listed.items()}
+        return self._offsets.offsets(topic, spec, timeout_s)
 
     def delete_records(
         self, before: Mapping[TopicPartition, int], *, timeout_s: float = TIMEOUT_S
@@ -306,130 +217,139 @@ class AdminClient(BrokerCalls, ClusterCalls, QuorumCalls, ReassignmentCalls):
         Returns the new log start of each partition.  Raises `OffsetOutOfRange` above the high
         watermark, `RequestTimedOut` if an in-sync replica did not answer (repeat the call).
         """
-        asked = arguments.by_place(before, "before", "offsets")
-        wanted = {
-            place: arguments.whole(offset, "before", -OFFSET_MAX, OFFSET_MAX)
-            for place, offset in asked.items()
-        }
-        timeout_ms = int(arguments.seconds(timeout_s) * 1000)
-        return self._run(self._delete_records(wanted, timeout_ms), timeout_s)
+        return self._offsets.delete_records(before, timeout_s)
 
-    async def _delete_records(
-        self, wanted: dict[TopicPartition, int], timeout_ms: int
-    ) -> dict[TopicPartition, int]:
-        cluster, found = self._cluster, dict[TopicPartition, int]()
-        clock = cluster.world.clock
-        deadline = clock.monotonic_ms() + timeout_ms
-        await cluster.check_partitions(wanted, timeout_ms)
+    # -- replicas and leaders ----------------------------------------------------------------------
 
-        async def attempt(one_ms: int) -> None:
-            for place, offset in wanted.items():
-                if place in found:
-                    continue
-                key = cluster.metadata.key(place)
-                leader = cluster.metadata.leader(key)
-                if leader is None:
-                    cluster.want_metadata()
-                    raise cluster.metadata.leaderless(place)
-                request = wire.DeleteRecordsRequest()
-                request.items.add(
-                    topic_id=key.topic_id, partition=key.partition, before_offset=offset
-                )
-                reply: Any = await cluster.call_node(leader.node, request, timeout_ms=one_ms)
-                result = _only(reply.results)
-                if result.HasField("error"):
-                    cluster.want_metadata()
-                    raise frames.raise_error(result.error)
-                found[place] = result.log_start
+    def alter_partition_reassignments(
+        self,
+        reassignments: Mapping[TopicPartition, Iterable[int] | None],
+        *,
+        topic_ids: Mapping[str, str] | None = None,
+        expected: Mapping[TopicPartition, Iterable[int]] | None = None,
+        force: bool = False,
+        timeout_s: float = TIMEOUT_S,
+    ) -> dict[TopicPartition, errors.PkError | None]:
+        """Assign new replicas to partitions, the preferred leader first; None cancels (KIP-455).
 
-        await cluster.retrying(attempt, max(1, deadline - clock.monotonic_ms()))
-        return found
+        topic_ids: topic → the id that it had when the move was planned; the others are looked up
+        now.  A topic that was deleted and created again since is refused with `UnknownTopicId`.
+        expected: partition → its replicas when the move was planned; others now are refused.
+        force: also take replicas away that leave fewer in sync than min_insync_replicas asks for.
 
-    # -- brokers -----------------------------------------------------------------------------------
+        The brokers copy data after the call has returned: `list_partition_reassignments` shows
+        progress. Each partition succeeds or fails independently: its result is an error, or None.
+        """
+        return self._reassignments.alter_partition_reassignments(
+            reassignments, topic_ids, expected, force, timeout_s
+        )
+
+    def list_partition_reassignments(
+        self, topics: Iterable[str] | None = None, *, timeout_s: float = TIMEOUT_S
+    ) -> list[PartitionReassignment]:
+        """Return the reassignments in progress, of these topics (None = all)."""
+        return self._reassignments.list_partition_reassignments(topics, timeout_s)
+
+    def partition_replicas(
+        self, topics: Iterable[str], *, timeout_s: float = TIMEOUT_S
+    ) -> dict[TopicPartition, tuple[int, ...]]:
+        """Return the replicas of every partition of these topics; unknown topics are left out."""
+        return self._reassignments.partition_replicas(topics, timeout_s)
+
+    def topic_ids(self, topics: Iterable[str], *, timeout_s: float = TIMEOUT_S) -> dict[str, str]:
+        """Return the id of each of these topics; unknown topics are left out."""
+        return self._reassignments.topic_ids(topics, timeout_s)
+
+    def elect_leaders(
+        self,
+        partitions: Iterable[TopicPartition] | None = None,
+        *,
+        unclean: bool = False,
+        timeout_s: float = TIMEOUT_S,
+    ) -> dict[TopicPartition, errors.PkError | None]:
+        """Elect the preferred leaders (KIP-460); None = all partitions that need it.
+
+        `unclean` elects a leader for partitions without one, even if in-sync replicas are missing.
+        Records that only the missing replicas hold are lost.  Each partition succeeds or fails
+        independently.
+        """
+        return self._reassignments.elect_leaders(partitions, unclean, timeout_s)
+
+    # -- brokers and the cluster -------------------------------------------------------------------
+
+    def list_brokers(self, *, timeout_s: float = TIMEOUT_S) -> list[BrokerDescription]:
+        """Return every registered broker, by id, as the active controller knows it."""
+        return self._brokers.list_brokers(timeout_s)
 
     def unregister_broker(self, broker_id: int, *, timeout_s: float = TIMEOUT_S) -> None:
         """Remove a broker that is stopped for good and has no replicas any more (KIP-500)."""
-        request = wire.UnregisterBrokerRequest(broker_id=arguments.whole(broker_id, "broker_id"))
-        self._ask(request, wire.UnregisterBrokerReply, timeout_s)
+        self._brokers.unregister_broker(broker_id, timeout_s)
+
+    def confirm_clock(self, broker_id: int, *, timeout_s: float = TIMEOUT_S) -> str:
+        """Declare a broker's wall clock right: records and producers expire by it again.
+
+        Returns the doubt that this ended, "" if the broker trusted its clock already.  Raises
+        `BrokerUnavailable` if the broker is not in service.
+        """
+        return self._brokers.confirm_clock(broker_id, timeout_s)
+
+    def describe_cluster(self, *, timeout_s: float = TIMEOUT_S) -> ClusterDescription:
+        """Return the level of the cluster and the level that each node knows."""
+        return self._cluster.describe_cluster(timeout_s)
+
+    def upgrade_cluster(
+        self, to: int = 0, *, validate_only: bool = False, timeout_s: float = TIMEOUT_S
+    ) -> tuple[int, int]:
+        """Raise the level of the cluster; it cannot be lowered again.
+
+        to: the level; 0 = the highest that the active controller knows.
+        validate_only: check the request, and change nothing.
+        Returns the level before and after.  Raises `UnsupportedFeature` if a registered broker or
+        a voter does not know the level, `InvalidRequest` for a lower level.
+        """
+        return self._cluster.upgrade_cluster(to, validate_only, timeout_s)
+
+    # -- the metadata quorum -----------------------------------------------------------------------
+
+    def describe_metadata_quorum(self, *, timeout_s: float = TIMEOUT_S) -> QuorumDescription:
+        """Return the leader, voters and observers, and how far each has replicated."""
+        return self._quorum.describe_metadata_quorum(timeout_s)
+
+    def add_raft_voter(
+        self, node_id: int, directory_id: str, address: str, *, timeout_s: float = TIMEOUT_S
+    ) -> tuple[int, ...]:
+        """Make a controller that has caught up a voter (KIP-853); returns the ids of all voters."""
+        return self._quorum.add_raft_voter(node_id, directory_id, address, timeout_s)
+
+    def remove_raft_voter(
+        self, node_id: int, directory_id: str = "", *, timeout_s: float = TIMEOUT_S
+    ) -> tuple[int, ...]:
+        """Remove a controller from the voters; returns the ids of the remaining voters."""
+        return self._quorum.remove_raft_voter(node_id, directory_id, timeout_s)
 
     # -- the tier ----------------------------------------------------------------------------------
 
     def describe_tier(self, topic: str, *, timeout_s: float = TIMEOUT_S) -> TierDescription:
         """Return the table behind a topic and what it contains."""
-        name = arguments.topic(topic)
-        return self._joined(
-            lambda one_ms: described.describe_tier(self._cluster, name, one_ms), timeout_s
-        )
+        return self._tier.describe_tier(topic, timeout_s)
 
     def repair_tier(self, topic: str, *, timeout_s: float = 300.0) -> dict[int, TierRows]:
         """Restore rows that another engine deleted from the table, as far as the local logs still
         have them; returns a result for each partition.
         """
-        return self._tier_rows(topic, timeout_s, accept=False)
+        return self._tier.repair_tier(topic, timeout_s)
 
     def accept_tier(self, topic: str, *, timeout_s: float = TIMEOUT_S) -> dict[int, TierRows]:
         """Accept that another engine deleted rows from the table.  They are no longer reported as
         missing, and readers skip them.  Returns a result for each partition.
         """
-        return self._tier_rows(topic, timeout_s, accept=True)
+        return self._tier.accept_tier(topic, timeout_s)
 
-    def _tier_rows(self, topic: str, timeout_s: float, *, accept: bool) -> dict[int, TierRows]:
-        name, timeout_ms = arguments.topic(topic), int(arguments.seconds(timeout_s) * 1000)
-        return self._run(tier_rows(self._cluster, name, accept, timeout_ms), timeout_s)
-
-    # -- plumbing ----------------------------------------------------------------------------------
-
-    def _ask(self, request: Message, kind: type[T], timeout_s: float) -> T:
-        cluster = self._cluster
-
-        async def attempt(one_ms: int) -> Message:
-            if self._of_controllers:
-                return await ask_active(cluster, request, one_ms)
-            if not cluster.metadata.generation:
-                cluster.start()  # learn the brokers: a moved one is then found
-            return await cluster.call_any(request, timeout_ms=one_ms)
-
-        # The answering broker speaks for the whole cluster, its own writes included: no retry.
-        unknown = errors.UnknownTopicOrPartition
-        timeout_ms = int(arguments.seconds(timeout_s) * 1000)
-        work = cluster.retrying(attempt, timeout_ms, final=unknown)
-        reply = self._run(work, timeout_s)
-        if not isinstance(reply, kind):
-            raise errors.InternalError(f"{type(reply).__name__} answers {request.DESCRIPTOR.name}")
-        return reply
-
-    def _joined(self, attempt: Callable[[int], Awaitable[T]], timeout_s: float) -> T:
-        """Run `attempt`, which combines the answers of several brokers, with retries."""
-        unknown = errors.UnknownTopicOrPartition
-        timeout_ms = int(arguments.seconds(timeout_s) * 1000)
-        work = self._cluster.retrying(attempt, timeout_ms, final=unknown)
-        return self._run(work, timeout_s)
-
-    def _now_s(self) -> float:
-        return self._cluster.world.clock.monotonic_ms() / 1000
-
-    def _run(self, work: Awaitable[T], timeout_s: float) -> T:
-        async def run() -> T:
-            return await work
-
-        if self._closed:
-            getattr(work, "close", lambda: None)()
-            raise errors.ClosedError("the admin client was closed")
-        return self._thread.run(run(), timeout_s)
+    # -- the end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Disconnect.  Idempotent; a slow disconnect continues in the background."""
-        if threading.current_thread() is self._thread.thread:
-            raise errors.InvalidRequest("a delivery callback must not block")
-        with self._ending:  # if several threads close, one does the work
-            if self._closed:
-                return
-            self._closed = True
-        connection.closed(self)
-        try:
-            self._thread.finish(self._cluster.close())
-        finally:
-            connection.release(self._thread)
+        self._connection.close()
 
     def __enter__(self) -> AdminClient:
         return self
@@ -441,58 +361,3 @@ class AdminClient(BrokerCalls, ClusterCalls, QuorumCalls, ReassignmentCalls):
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _dotless(name: str) -> str:
-    return settings.TOPIC.canonical(name) if "." in name or "-" in name else name
-
-
-def _settings_of(given: Mapping[str, Any], argument: str) -> dict[str, str]:
-    """Return names in pk's spelling and values as text; the controller validates both."""
-    found: dict[str, str] = {}
-    for name, value in arguments.settings(given, argument).items():
-        key = _dotless(name)
-        if key in found:
-            raise errors.InvalidConfig(f"topic setting {key} is given twice", option=key)
-        found[key] = value
-    return found
-
-
-def _add_topic(request: wire.CreateTopicsRequest, topic: NewTopic) -> None:
-    if not isinstance(topic, NewTopic):
-        raise TypeError(f"topics must be a list of NewTopic, not of {arguments.shown(topic)}")
-    request.topics.add(
-        name=arguments.topic(topic.name, "name"),
-        partitions=arguments.whole(topic.partitions, "partitions"),
-        replication_factor=arguments.whole(topic.replication_factor, "replication_factor"),
-        configs=_settings_of(topic.configs, "configs"),
-    )
-
-
-def _time_of(spec: Any, argument: str) -> int:
-    """Return the protocol's number for a word of SPECIAL_OFFSETS, or for a time."""
-    if isinstance(spec, str):
-        return arguments.choice(spec, f"{argument}: offset", SPECIAL_OFFSETS)
-    name = f"{argument}: a time in ms, or one of {', '.join(SPECIAL_OFFSETS)},"
-    return arguments.whole(spec, name, min(SPECIAL_OFFSETS.values()), OFFSET_MAX)
-
-
-def _results(results: Iterable[wire.TopicResult]) -> list[TopicResult]:
-    return [
-        TopicResult(r.name, r.topic_id, r.note, refusal(r.error) if r.HasField("error") else None)
-        for r in results
-    ]
-
-
-def _only(results: Sequence[T]) -> T:
-    """Return the only result.  Raises `InternalError` if there is not exactly one."""
-    if len(results) != 1:
-        raise errors.InternalError(f"{len(results)} results came for one request")
-    return results[0]
-
-
-def _one(results: list[TopicResult]) -> TopicResult:
-    result = _only(results)
-    if result.error is not None:
-        raise result.error
-    return result

@@ -1,20 +1,15 @@
-"""Descriptions of brokers, and the calls of `AdminClient` that concern one broker."""
+"""The calls of `AdminClient` that concern brokers."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 from google.protobuf.message import Message
 
 from pk import errors
 from pk.client import arguments
-from pk.client.network_client import NetworkClient
-from pk.client.options import TIMEOUT_S
+from pk.client.admin.connection import AdminConnection
 from pk.wire import pk_pb2 as wire
-
-T = TypeVar("T")
 
 
 @dataclass(slots=True, frozen=True)
@@ -47,39 +42,32 @@ def description_of(said: wire.BrokerDescription) -> BrokerDescription:
 
 
 class BrokerCalls:
-    """The calls of `AdminClient` that concern brokers."""
+    """The calls that concern brokers; `AdminClient` documents their arguments."""
 
-    _cluster: NetworkClient
+    def __init__(self, connection: AdminConnection) -> None:
+        self._connection = connection
 
-    def _ask(self, request: Message, kind: type[T], timeout_s: float) -> T:
-        """Ask any broker and return its reply of type `kind`.  `AdminClient` implements it."""
-        raise NotImplementedError
-
-    def _joined(self, attempt: Callable[[int], Awaitable[T]], timeout_s: float) -> T:
-        """Repeat `attempt` until it succeeds.  `AdminClient` implements it."""
-        raise NotImplementedError
-
-    def list_brokers(self, *, timeout_s: float = TIMEOUT_S) -> list[BrokerDescription]:
-        """Return every registered broker, by id, as the active controller knows it."""
-        reply = self._ask(wire.ListBrokersRequest(), wire.ListBrokersReply, timeout_s)
+    def list_brokers(self, timeout_s: float) -> list[BrokerDescription]:
+        """Return every registered broker, by id."""
+        reply = self._connection.ask(wire.ListBrokersRequest(), wire.ListBrokersReply, timeout_s)
         return [description_of(each) for each in reply.brokers]
 
-    def confirm_clock(self, broker_id: int, *, timeout_s: float = TIMEOUT_S) -> str:
-        """Declare a broker's wall clock right: records and producers expire by it again.
+    def unregister_broker(self, broker_id: int, timeout_s: float) -> None:
+        """Remove a broker from the cluster."""
+        request = wire.UnregisterBrokerRequest(broker_id=arguments.whole(broker_id, "broker_id"))
+        self._connection.ask(request, wire.UnregisterBrokerReply, timeout_s)
 
-        Returns the doubt that this ended, "" if the broker trusted its clock already.  Raises
-        `BrokerUnavailable` if the broker is not in service.
-        """
-
+    def confirm_clock(self, broker_id: int, timeout_s: float) -> str:
+        """Declare a broker's wall clock right; returns the doubt that this ended."""
         broker_id = arguments.whole(broker_id, "broker_id")
+        cluster = self._connection.cluster
 
         async def attempt(one_ms: int) -> Message:
-            cluster = self._cluster
             if broker_id not in await cluster.brokers(one_ms):
                 raise errors.BrokerUnavailable(f"broker {broker_id} is not in service")
             request = wire.ConfirmClockRequest(broker_id=broker_id)
             return await cluster.call_node(broker_id, request, timeout_ms=one_ms)
 
-        reply = self._joined(attempt, timeout_s)
+        reply = self._connection.retrying(attempt, timeout_s)
         assert isinstance(reply, wire.ConfirmClockReply)
         return reply.doubt

@@ -1,17 +1,12 @@
-"""The level of a cluster, and the calls of `AdminClient` that describe and raise it (rule Q6)."""
+"""The calls of `AdminClient` that describe and raise the level of the cluster (rule Q6)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
-
-from google.protobuf.message import Message
 
 from pk.client import arguments
-from pk.client.options import TIMEOUT_S
+from pk.client.admin.connection import AdminConnection
 from pk.wire import pk_pb2 as wire
-
-T = TypeVar("T")
 
 
 @dataclass(slots=True, frozen=True)
@@ -49,15 +44,15 @@ class ClusterDescription:
 
 
 class ClusterCalls:
-    """The calls of `AdminClient` that concern the level of the cluster."""
+    """The calls that concern the level; `AdminClient` documents their arguments."""
 
-    def _ask(self, request: Message, kind: type[T], timeout_s: float) -> T:
-        """Ask any broker and return its reply of type `kind`.  `AdminClient` implements it."""
-        raise NotImplementedError
+    def __init__(self, connection: AdminConnection) -> None:
+        self._connection = connection
 
-    def describe_cluster(self, *, timeout_s: float = TIMEOUT_S) -> ClusterDescription:
+    def describe_cluster(self, timeout_s: float) -> ClusterDescription:
         """Return the level of the cluster and the level that each node knows."""
-        reply = self._ask(wire.DescribeClusterRequest(), wire.DescribeClusterReply, timeout_s)
+        request = wire.DescribeClusterRequest()
+        reply = self._connection.ask(request, wire.DescribeClusterReply, timeout_s)
         nodes = tuple(
             NodeLevel(each.node_id, each.role, each.address, each.level or None)
             for each in reply.nodes
@@ -66,18 +61,10 @@ class ClusterCalls:
             reply.cluster_id, reply.controller_id, reply.level, reply.known, nodes
         )
 
-    def upgrade_cluster(
-        self, to: int = 0, *, validate_only: bool = False, timeout_s: float = TIMEOUT_S
-    ) -> tuple[int, int]:
-        """Raise the level of the cluster; it cannot be lowered again.
-
-        to: the level; 0 = the highest that the active controller knows.
-        validate_only: check the request, and change nothing.
-        Returns the level before and after.  Raises `UnsupportedFeature` if a registered broker or
-        a voter does not know the level, `InvalidRequest` for a lower level.
-        """
+    def upgrade_cluster(self, to: int, validate_only: bool, timeout_s: float) -> tuple[int, int]:
+        """Raise the level of the cluster; returns the level before and after."""
         to = arguments.whole(to, "to")
         flag = arguments.flag(validate_only, "validate_only")
         request = wire.UpgradeClusterRequest(to=to, validate_only=flag)
-        reply = self._ask(request, wire.UpgradeClusterReply, timeout_s)
+        reply = self._connection.ask(request, wire.UpgradeClusterReply, timeout_s)
         return reply.before, reply.level

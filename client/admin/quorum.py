@@ -1,25 +1,18 @@
-"""Descriptions of the metadata quorum for `AdminClient`, and requests to its controllers.
+"""The calls of `AdminClient` that concern the metadata quorum.
 
 A broker forwards a request to the active controller.  Without a broker (Kafka's
 `bootstrap.controllers`, KIP-919) the client asks the controllers directly, and a controller that is
-not the leader names the leader.
+not the leader names the leader (`AdminConnection`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeVar
 
-from google.protobuf.message import Message
-
-from pk import errors
 from pk.client import arguments
-from pk.client.network_client import NetworkClient
-from pk.client.options import TIMEOUT_S
+from pk.client.admin.connection import AdminConnection
 from pk.wire import pk_pb2 as wire
-
-T = TypeVar("T")
 
 
 @dataclass(slots=True, frozen=True)
@@ -81,59 +74,36 @@ def description_of(reply: wire.DescribeQuorumReply) -> QuorumDescription:
     )  # fmt: skip
 
 
-async def ask_active(cluster: NetworkClient, request: Message, timeout_ms: int) -> Message:
-    """Ask the configured controllers in turn, once each; a leader named in a refusal is asked
-    next.
-    """
-    waiting, asked = list(cluster.bootstrap), dict[str, None]()
-    error: errors.PkError = errors.BrokerUnavailable("no controller is known")
-    while waiting:
-        address = waiting.pop(0)
-        if address in asked:
-            continue
-        asked[address] = None
-        try:
-            return await cluster.call_at(address, request, timeout_ms=timeout_ms)
-        except errors.ControllerUnavailable as cause:
-            error = cause
-            if named := cause.details.get("address"):
-                waiting.insert(0, named)
-        except (errors.BrokerUnavailable, errors.RequestTimedOut) as cause:
-            error = cause
-    raise error
-
-
 class QuorumCalls:
-    """The calls of `AdminClient` that concern the metadata quorum."""
+    """The calls that concern the quorum; `AdminClient` documents their arguments."""
 
-    def _ask(self, request: Message, kind: type[T], timeout_s: float) -> T:
-        """Ask any server and return its reply of type `kind`.  `AdminClient` implements it."""
-        raise NotImplementedError
+    def __init__(self, connection: AdminConnection) -> None:
+        self._connection = connection
 
-    def describe_metadata_quorum(self, *, timeout_s: float = TIMEOUT_S) -> QuorumDescription:
-        """Return the leader, voters and observers, and how far each has replicated."""
+    def describe_metadata_quorum(self, timeout_s: float) -> QuorumDescription:
+        """Return the state of the quorum, as its leader sees it."""
         request = wire.DescribeQuorumRequest()
-        return description_of(self._ask(request, wire.DescribeQuorumReply, timeout_s))
+        return description_of(self._connection.ask(request, wire.DescribeQuorumReply, timeout_s))
 
     def add_raft_voter(
-        self, node_id: int, directory_id: str, address: str, *, timeout_s: float = TIMEOUT_S
+        self, node_id: int, directory_id: str, address: str, timeout_s: float
     ) -> tuple[int, ...]:
-        """Make a controller that has caught up a voter (KIP-853); returns the ids of all voters."""
+        """Make a controller a voter; returns the ids of all voters."""
         request = wire.AddVoterRequest(
             node_id=arguments.whole(node_id, "node_id"),
             directory_id=arguments.text(directory_id, "directory_id"),
             address=arguments.text(address, "address"),
         )
-        reply = self._ask(request, wire.ChangeVotersReply, timeout_s)
+        reply = self._connection.ask(request, wire.ChangeVotersReply, timeout_s)
         return tuple(each.node_id for each in reply.voters)
 
     def remove_raft_voter(
-        self, node_id: int, directory_id: str = "", *, timeout_s: float = TIMEOUT_S
+        self, node_id: int, directory_id: str, timeout_s: float
     ) -> tuple[int, ...]:
         """Remove a controller from the voters; returns the ids of the remaining voters."""
         request = wire.RemoveVoterRequest(
             node_id=arguments.whole(node_id, "node_id"),
             directory_id=arguments.text(directory_id, "directory_id"),
         )
-        reply = self._ask(request, wire.ChangeVotersReply, timeout_s)
+        reply = self._connection.ask(request, wire.ChangeVotersReply, timeout_s)
         return tuple(each.node_id for each in reply.voters)

@@ -1,5 +1,7 @@
-"""Requests to each partition's leader to restore missing rows, or to accept their loss (rule
-T17).
+"""The calls of `AdminClient` that concern the Delta table behind a topic.
+
+`repair_tier` and `accept_tier` ask each partition's leader to restore missing rows, or to accept
+their loss (rule T17).
 """
 
 from __future__ import annotations
@@ -7,6 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from pk.client import arguments
+from pk.client.admin import described
+from pk.client.admin.connection import AdminConnection
+from pk.client.admin.described import TierDescription
 from pk.client.network_client import NetworkClient
 from pk.types import TopicPartition
 from pk.wire import pk_pb2 as wire
@@ -22,7 +28,33 @@ class TierRows:
     version: int  #: of the table, after the call
 
 
-async def tier_rows(
+class TierCalls:
+    """The calls that concern a topic's table; `AdminClient` documents their arguments."""
+
+    def __init__(self, connection: AdminConnection) -> None:
+        self._connection = connection
+
+    def describe_tier(self, topic: str, timeout_s: float) -> TierDescription:
+        """Return the table behind a topic."""
+        name, cluster = arguments.topic(topic), self._connection.cluster
+        return self._connection.retrying(
+            lambda one_ms: described.describe_tier(cluster, name, one_ms), timeout_s
+        )
+
+    def repair_tier(self, topic: str, timeout_s: float) -> dict[int, TierRows]:
+        """Restore rows that another engine deleted."""
+        return self._tier_rows(topic, timeout_s, accept=False)
+
+    def accept_tier(self, topic: str, timeout_s: float) -> dict[int, TierRows]:
+        """Accept that another engine deleted rows."""
+        return self._tier_rows(topic, timeout_s, accept=True)
+
+    def _tier_rows(self, topic: str, timeout_s: float, *, accept: bool) -> dict[int, TierRows]:
+        name, cluster = arguments.topic(topic), self._connection.cluster
+        return self._connection.run(lambda ms: _ask_leaders(cluster, name, accept, ms), timeout_s)
+
+
+async def _ask_leaders(
     cluster: NetworkClient, topic: str, accept: bool, timeout_ms: int
 ) -> dict[int, TierRows]:
     """Send one request per partition, repeated while its leader changes."""

@@ -14,8 +14,7 @@ import pytest
 from real_cluster import close, run, until
 
 from pk.cli.embedded import EmbeddedCluster, pk_command
-from pk.client.admin import AdminClient, NewTopic
-from pk.client.admin.quorum import QuorumDescription
+from pk.client.admin import AdminClient, NewTopic, QuorumDescription
 
 pytestmark = pytest.mark.integration
 

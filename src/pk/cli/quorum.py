@@ -23,7 +23,7 @@ from pk.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from pk.client.admin.quorum import QuorumDescription, QuorumReplica
+    from pk.client.admin import QuorumDescription, QuorumReplica
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 

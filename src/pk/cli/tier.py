@@ -23,8 +23,7 @@ from pk.cli.common import (
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pk.client.admin.described import TierDescription
-    from pk.client.admin.tier import TierRows
+    from pk.client.admin import TierDescription, TierRows
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 

@@ -25,8 +25,7 @@ from pk.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from pk.client.admin import TopicResult
-    from pk.client.admin.described import PartitionDescription
+    from pk.client.admin import PartitionDescription, TopicResult
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 

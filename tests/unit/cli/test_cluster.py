@@ -10,7 +10,7 @@ import pytest
 
 from pk.cli import cluster
 from pk.cli.app import run
-from pk.client.admin.cluster import ClusterDescription, NodeLevel
+from pk.client.admin import ClusterDescription, NodeLevel
 
 NODES = (
     NodeLevel(1, "broker", "b1:1", 2),
