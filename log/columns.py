@@ -66,6 +66,7 @@ __all__ = [
     "decode",
     "encode",
     "encode_lists",
+    "key_values_of",
     "no_headers",
     "nulls",
     "parse",
@@ -341,6 +342,31 @@ def values_of(batch: Buffer, header: Header, decoded_bytes_max: int) -> list[tup
         found.append((first + delta, bytes(data[at : at + size])))
         at += size
     return found
+
+
+def key_values_of(
+    batch: Buffer, header: Header, decoded_bytes_max: int
+) -> list[tuple[int, bytes | None, bytes | None]]:
+    """Return (offset, key, value) of each row of a checked batch, like `decode`; faster for a few
+    small rows.
+    """
+    if header.attributes & (_NOT_PLAIN | batches.KEY_NULLS) or not header.record_count:
+        rows = decode(batch, decoded_bytes_max=decoded_bytes_max, header=header)
+        columns = (rows.column(name).to_pylist() for name in ("offset", "key", "value"))
+        return list(zip(*columns, strict=True))
+    body, first = body_of(batch, header, decoded_bytes_max), header.base_offset
+    deltas = range(header.record_count) if body.deltas is None else body.deltas.tolist()
+    keys = _pieces(body.key_lengths, body.key_data, header.record_count)
+    values = _pieces(body.value_lengths, body.value_data, header.record_count)
+    return [(first + at, *row) for at, *row in zip(deltas, keys, values, strict=True)]
+
+
+def _pieces(lengths: U32 | None, data: memoryview, rows: int) -> list[bytes | None]:
+    """Return the values of a column without nulls; an absent column is all null."""
+    if lengths is None:
+        return [None] * rows
+    ends = accumulate(lengths.tolist())
+    return [bytes(data[end - size : end]) for size, end in zip(lengths.tolist(), ends, strict=True)]
 
 
 def _offsets(header: Header, body: Body) -> pa.Array:

@@ -97,6 +97,7 @@ WORLD_GENERIC = {
     "pk.server.replica.fetcher_manager",
     "pk.server.replica.partition",
     "pk.server.replica.reaper",
+    "pk.server.replica.replay_log",
     "pk.server.runtime",
     "pk.server.tier",
     "pk.sim",

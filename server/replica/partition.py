@@ -36,6 +36,7 @@ from pk.server.replica.delayed_produce import DelayedProduce
 from pk.server.replica.deletions import Deletions
 from pk.server.replica.directory_writer import LogDirWriter
 from pk.server.replica.leader import ACKS_ALL, Leader
+from pk.server.replica.offset_checks import check_position, offset_violations
 from pk.server.replica.purgatory import ProducePurgatory
 from pk.server.replica.state import HostedReplicas, IllegalTransition, ReplicaEvent, ReplicaState
 from pk.server.replica.tier_state import TierState, known_below, tier_has_what_left
@@ -198,22 +199,9 @@ class Partition:
 
     def violations(self) -> list[str]:
         """Return the violated relations between a served partition's offsets (rules T1, L11)."""
-        leader, log = self.leader, self.log
-        if leader is None or not leader.ready:
-            return []
-        stable, high = self.last_stable_offset, leader.high_watermark
-        checks = [
-            (log.log_start <= stable <= high <= log.written_end <= log.log_end, "log offsets"),
-            (log.log_start <= log.local_log_start <= log.written_end, "local_log_start"),
-        ]
-        # otherwise the table's owner has not removed the deleted rows yet (T9)
-        if self.tiered and log.log_start <= log.tiered_end:
-            local = log.local_log_start if log.absent is None else log.absent.start
-            checks.append((local <= log.tiered_end <= stable, "tiered_end"))
-            checks.append(
-                (log.droppable_end <= max(log.tiered_end, log.log_start), "droppable_end")
-            )
-        return [f"{self}: {what} out of order" for holds, what in checks if not holds]
+        stable, tiered = self.last_stable_offset, self.tiered
+        found = offset_violations(self.leader, self.log, stable, tiered=tiered)
+        return [f"{self}: {each} out of order" for each in found]
 
     def __str__(self) -> str:
         return f"{self.topic}-{self.key.partition}"
@@ -221,9 +209,20 @@ class Partition:
     # -- produce ---------------------------------------------------------------------------------
 
     def append(
-        self, header: Header, batch: Buffer, epoch: Epoch, now: Now, delayed: DelayedProduce
+        self,
+        header: Header,
+        batch: Buffer,
+        epoch: Epoch,
+        now: Now,
+        delayed: DelayedProduce,
+        *,
+        from_client: bool = True,
     ) -> None:
-        """Decide a checked batch and queue its delayed produce.  If it raises, nothing changed."""
+        """Decide a checked batch and queue its delayed produce.  If it raises, nothing changed.
+
+        from_client: False = a batch that this broker made: the topic's bounds do not apply to it,
+        nor does the reserve of the disk (replica/space D2).
+        """
         leader = self.serving(epoch)
         leader.check_acks(delayed.acks)
         if delayed.acks == ACKS_ALL:
@@ -236,7 +235,8 @@ class Partition:
             leader_epoch=leader.leader_epoch,
             now_ms=now.wall_ms,
             activity_ms=now.activity_ms,
-            refusal=self.writer.space.refusal(header.length),
+            from_client=from_client,
+            refusal=self.writer.space.refusal(header.length) if from_client else None,
         )
         delayed.base_offset, delayed.last_offset = decided.base_offset, decided.last_offset
         delayed.append_time_ms = decided.log_append_time_ms
@@ -251,6 +251,15 @@ class Partition:
         delayed.size = decided.size
         self._inflight.append(delayed)
         self.writer.submit(self, decided.size)
+
+    def append_own(self, batch: Buffer, epoch: Epoch, now: Now, delayed: DelayedProduce) -> None:
+        """Decide a batch that this broker made as the leader of `epoch`; as `append` otherwise.
+
+        Raises `NotLeaderOrFollower`, `FencedLeaderEpoch`, `NotEnoughReplicas`, `ThrottledError`.
+        """
+        assert delayed.acks == ACKS_ALL, "the high watermark must cover it"
+        header = batches.read_header(batch)
+        self.append(header, batch, epoch, now, delayed, from_client=False)
 
     def _settle(self, delayed: DelayedProduce, leader: Leader) -> None:
         """Answer a delayed produce whose batch is WRITTEN, or park it until the watermark covers
@@ -568,20 +577,7 @@ class Partition:
     def check_fetch(self, epoch: Epoch, offset: Offset) -> Leader:
         """Return the `Leader` if a reader may fetch at `offset`, else raise (KIP-207, KIP-320)."""
         leader = self.serving(epoch)
-        if offset < self.log.log_start:
-            raise errors.OffsetOutOfRange(
-                f"{self}: offset {offset} is below the log start {self.log.log_start}",
-                log_start=str(self.log.log_start),
-            )
-        if offset > leader.high_watermark and not leader.ready:
-            raise errors.OffsetNotAvailable(
-                f"{self}: the new leader's high watermark is still catching up"
-            )
-        if offset > leader.log_end:
-            raise errors.OffsetOutOfRange(
-                f"{self}: offset {offset} is above the log end {leader.log_end}",
-                log_end=str(leader.log_end),
-            )
+        check_position(str(self), leader, self.log.log_start, offset)
         return leader
 
     def diverging(self, last_fetched_epoch: Epoch, offset: Offset) -> wire.EpochEnd | None:

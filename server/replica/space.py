@@ -19,7 +19,7 @@ Invariants
   D1  A full directory stays full until a measurement finds twice the reserve, and FAILED_MS have
       passed since an append found no room.
   D2  The reserve limits only the appends of clients.  It does not limit the data that followers
-      fetch, metadata or checkpoints.
+      fetch, batches that the leader itself made, metadata or checkpoints.
 """
 
 from __future__ import annotations

@@ -62,9 +62,11 @@ class ReplayLog(Protocol[R]):
         ...
 
     async def commit(self) -> None:
-        """Write and SYNC the appended batches; return when they are committed.
+        """Write the appended batches; return when they are committed.
 
-        A failure undoes every append that is not committed, and raises.
+        A failed write undoes every append that is not written, and raises.  Appends that are
+        written and not committed stay in the log or are undone, as the log decides: `replay`
+        reads what is left.
         """
         ...
 
@@ -74,7 +76,11 @@ class ReplayLog(Protocol[R]):
 
 
 class ReplayedHost(Generic[C, R]):
-    """Runs one Replayed machine over a log."""
+    """Runs one Replayed machine over a log.
+
+    `unavailable`: makes the error of commands that a host refuses because it was closed, or because
+    its log failed.
+    """
 
     def __init__(
         self,
@@ -85,6 +91,7 @@ class ReplayedHost(Generic[C, R]):
         on_fatal: Fatal,
         on_effects: Callable[[Sequence[Effect]], None] = lambda effects: None,
         queue_max: int = QUEUE_MAX,
+        unavailable: Callable[[str], errors.PkError] = errors.ControllerUnavailable,
     ) -> None:
         self._make = make
         self._log = log
@@ -92,6 +99,7 @@ class ReplayedHost(Generic[C, R]):
         self._on_fatal = on_fatal
         self._on_effects = on_effects
         self._queue_max = queue_max
+        self._unavailable = unavailable
         self._queue: deque[tuple[C, asyncio.Future[Any]]] = deque()
         self._wake = asyncio.Event()
         self._tasks = TaskRegistry()
@@ -106,9 +114,9 @@ class ReplayedHost(Generic[C, R]):
     async def close(self) -> None:
         """Stop the host.  Waiting and later commands are refused."""
         if self._failed is None:
-            self._failed = errors.ControllerUnavailable("shutting down")
+            self._failed = self._unavailable("shutting down")
         await self._tasks.close()
-        self._refuse(errors.ControllerUnavailable("shutting down"))
+        self._refuse(self._unavailable("shutting down"))
 
     async def ask(self, command: C) -> Any:
         """Return the reply to `command` once it is committed (H3).
@@ -116,7 +124,7 @@ class ReplayedHost(Generic[C, R]):
         Raises the refusal of the machine, or the failure of the log.
         """
         if self._failed is not None:
-            raise errors.ControllerUnavailable(f"the log failed or was left: {self._failed}")
+            raise self._unavailable(f"the log failed or was left: {self._failed}")
         if len(self._queue) >= self._queue_max:
             raise errors.ThrottledError(f"{self._queue_max} commands wait")  # H2
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -135,7 +143,7 @@ class ReplayedHost(Generic[C, R]):
             raise
         except BaseException as failure:
             self._failed = failure
-            self._refuse(errors.ControllerUnavailable(f"the log failed: {failure}"))
+            self._refuse(self._unavailable(f"the log failed: {failure}"))
             if self._log.leads:  # otherwise the refusal must say that another node leads
                 self._on_fatal(failure)
 
@@ -207,7 +215,7 @@ class ReplayedHost(Generic[C, R]):
     ) -> None:
         error = failure
         if not isinstance(failure, errors.PkError):
-            error = errors.ControllerUnavailable(f"the log failed: {failure!r}")
+            error = self._unavailable(f"the log failed: {failure!r}")
         for future, _, _ in replies:
             if not future.done():
                 future.set_exception(error)

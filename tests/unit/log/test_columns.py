@@ -244,6 +244,24 @@ def test_values_alone_are_those_of_the_rows(codec: str) -> None:
         same_values(raw, columns.decode(raw, decoded_bytes_max=10**6))
 
 
+@pytest.mark.parametrize("codec", CODECS)
+def test_keys_and_values_are_those_of_the_rows(codec: str) -> None:
+    pairs: list[list[tuple[bytes | None, bytes | None]]] = [
+        [(b"k", b"v")],
+        [(b"k", None)],
+        [(b"k", None), (b"", b"value")],
+        [(None, b"v"), (b"k", b"")],
+        [(None, None)],
+        [(None, b"a"), (None, b"bc")],
+        [(b"%d" % n, b"v" * n) for n in range(100)],
+    ]
+    for rows in pairs:
+        keys, values = zip(*rows, strict=True)
+        raw = b"".join(columns.encode_lists(values, keys, codec=codec))
+        found = columns.key_values_of(raw, batch.read_header(raw), 10**6)
+        assert found == [(offset, *row) for offset, row in enumerate(rows)]
+
+
 # -- hostile bodies (rule L13) ---------------------------------------------------------------------
 
 

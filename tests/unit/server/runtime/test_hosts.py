@@ -287,6 +287,24 @@ def test_who_asks_a_host_that_was_closed_is_refused() -> None:
     run(story)
 
 
+def test_a_host_refuses_with_the_error_it_was_given() -> None:
+    """A coordinator's host does not speak of controllers."""
+
+    async def story(world: World) -> None:
+        log = ListLog(world, [5])
+        host = host_of(world, log, [], unavailable=errors.CoordinatorUnavailable)
+        await host.start()
+        log.fail, log.leads = RuntimeError("bug"), False
+        for _ in range(2):
+            with pytest.raises(errors.CoordinatorUnavailable):
+                await host.ask(1)
+        await host.close()
+        with pytest.raises(errors.CoordinatorUnavailable):
+            await host.ask(1)
+
+    run(story)
+
+
 def test_what_others_append_is_applied_before_the_next_decision() -> None:
     """The machine has applied every record below its decision (controller/machine M3)."""
 

@@ -1,0 +1,375 @@
+"""The log of a coordinator over a led partition, with its host, on simulated disks."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import Any
+
+import pytest
+
+from pk import errors
+from pk.effects import Decision
+from pk.log import batch
+from pk.log.encoding import encode_lists
+from pk.server.metadata.image import PartitionState
+from pk.server.replica import replay_log
+from pk.server.replica.replay_log import PartitionReplayLog
+from pk.server.runtime.replayed_host import ReplayedHost
+from pk.types import NONE
+
+Row = tuple[str, int | None]  #: a key, and its number; None = a tombstone
+
+
+def encode(row: Row) -> tuple[bytes, bytes | None]:
+    key, number = row
+    return key.encode(), None if number is None else str(number).encode()
+
+
+def decode(key: bytes | None, value: bytes | None) -> Row:
+    assert key is not None
+    return key.decode(), None if value is None else int(value)
+
+
+class Table:
+    """A machine of numbers by key: a row is appended, "?" reads the table."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, int] = {}
+        self.offsets: list[int] = []
+
+    def decide(self, command: Any, now_ms: int) -> Decision[Row]:
+        if command == "?":
+            return Decision([], dict(self.rows))
+        return Decision(list(command), len(self.offsets) + len(command))
+
+    def apply(self, offset: int, record: Row) -> None:
+        self.offsets.append(offset)
+        key, number = record
+        if number is None:
+            self.rows.pop(key, None)
+        else:
+            self.rows[key] = number
+
+
+Host = ReplayedHost[Any, Row]
+
+
+def log_of(rig: Any, partition: Any, epoch: int = 0) -> PartitionReplayLog[Row]:
+    return PartitionReplayLog(partition, epoch, rig.mine.clock, encode, decode)
+
+
+def host_of(rig: Any, log: PartitionReplayLog[Row], fatal: list[BaseException]) -> Host:
+    return ReplayedHost(
+        Table, log, rig.mine.clock, on_fatal=fatal.append,
+        unavailable=errors.CoordinatorUnavailable,
+    )  # fmt: skip
+
+
+async def confirm(rig: Any, partition: Any, end: int) -> None:
+    """Let broker 2 confirm everything below `end`, once it is written here."""
+    while partition.log.written_end < end:
+        await rig.mine.clock.sleep_ms(1)
+    if partition.leader.on_follower_end(2, end):
+        partition.watermark_moved()
+
+
+def test_a_host_serves_what_an_earlier_one_left(rig: Any) -> None:
+    """Rows come back with their offsets, tombstones and batches of several rows included."""
+    partition = rig.partition()
+
+    async def story() -> None:
+        host = host_of(rig, log_of(rig, partition), [])
+        await host.start()
+        assert await host.ask([("a", 1), ("b", 2)]) == 2
+        await asyncio.gather(*(host.ask([(f"k{n}", n)]) for n in range(5)))
+        await host.ask([("a", None)])
+        assert partition.log.log_end == 8
+        await host.close()
+        again = host_of(rig, log_of(rig, partition), [])
+        await again.start()
+        assert await again.ask("?") == {"b": 2} | {f"k{n}": n for n in range(5)}
+        assert again.machine.offsets == list(range(8))  # type: ignore[attr-defined]
+        await again.close()
+
+    rig.run(story)
+
+
+def test_a_reply_waits_for_the_high_watermark(rig: Any) -> None:
+    """replica/replay_log J2: also a read, and also when the batch has left the purgatory."""
+    partition = rig.partition(replicas=(1, 2))
+
+    async def story() -> None:
+        fatal: list[BaseException] = []
+        host = host_of(rig, log_of(rig, partition), fatal)
+        await host.start()
+        loop = asyncio.get_running_loop()
+        asks = [loop.create_task(host.ask(each)) for each in ([("a", 1)], "?")]
+        await rig.mine.clock.sleep_ms(2 * replay_log.PARKED_MS)
+        assert partition.log.written_end == 1
+        assert not len(rig.core.purgatory)
+        assert not any(each.done() for each in asks)
+        await confirm(rig, partition, 1)
+        assert await asyncio.gather(*asks) == [1, {"a": 1}]
+        assert not fatal
+        await host.close()
+
+    rig.run(story)
+
+
+def test_records_of_an_earlier_leader_are_committed_before_the_first_reply(rig: Any) -> None:
+    """replica/replay_log J2: the new leader's high watermark has not reached them yet."""
+    partition = rig.partition(replicas=(1, 2))
+
+    async def story() -> None:
+        first = host_of(rig, log_of(rig, partition), [])
+        await first.start()
+        lost = asyncio.get_running_loop().create_task(first.ask([("a", 1)]))
+        while partition.log.log_end < 1:
+            await rig.mine.clock.sleep_ms(0)
+        assert partition.log.written_end == 0, "the replay must wait for the write"
+        rig.lead(partition, 1, replicas=(1, 2), partition_epoch=1)
+        with pytest.raises(errors.NotLeaderOrFollower):
+            await lost
+        host = host_of(rig, log_of(rig, partition, 1), [])
+        await host.start()
+        read = asyncio.get_running_loop().create_task(host.ask("?"))
+        await rig.mine.clock.sleep_ms(1_000)
+        assert not read.done()
+        await confirm(rig, partition, 1)
+        assert await read == {"a": 1}
+        await host.close()
+
+    rig.run(story)
+
+
+@pytest.mark.parametrize("loss", ["epoch", "step down", "fail"])
+def test_a_host_ends_with_its_leader_epoch(rig: Any, loss: str) -> None:
+    """replica/replay_log J3: no reply says done, and nothing is appended; it is no failure."""
+    partition = rig.partition(replicas=(1, 2))
+
+    async def story() -> None:
+        fatal: list[BaseException] = []
+        log = log_of(rig, partition)
+        host = host_of(rig, log, fatal)
+        await host.start()
+        waiting = asyncio.get_running_loop().create_task(host.ask([("a", 1)]))
+        while partition.log.written_end < 1:
+            await rig.mine.clock.sleep_ms(1)
+        if loss == "epoch":
+            rig.lead(partition, 1, replicas=(1, 2), partition_epoch=1)
+        elif loss == "step down":
+            partition.step_down(2)
+        else:
+            partition.fail(errors.StorageFailed("no disk"))
+        with pytest.raises(errors.NotLeaderOrFollower):
+            await waiting
+        assert (log.leads, log.committed) == (False, NONE)
+        for command in ([("b", 2)], "?"):
+            with pytest.raises(errors.CoordinatorUnavailable):
+                await host.ask(command)
+        assert partition.log.log_end == 1
+        assert not fatal
+        await host.close()
+
+    rig.run(story)
+
+
+def test_a_deposed_host_answers_no_read(rig: Any) -> None:
+    """replica/replay_log J3: another broker may have appended since."""
+    partition = rig.partition()
+
+    async def story() -> None:
+        host = host_of(rig, log_of(rig, partition), [])
+        await host.start()
+        await host.ask([("a", 1)])
+        partition.step_down(2)
+        with pytest.raises(errors.NotLeaderOrFollower):
+            await host.ask("?")
+        await host.close()
+
+    rig.run(story)
+
+
+def test_a_full_disk_starts_the_host_over(rig: Any) -> None:
+    """replica/replay_log J2, J5: the machine loses unwritten rows; appends wait for room."""
+    partition = rig.partition()
+
+    async def story() -> None:
+        fatal: list[BaseException] = []
+        host = host_of(rig, log_of(rig, partition), fatal)
+        await host.start()
+        await host.ask([("a", 1)])
+        rig.storage.fault = lambda operation, path: (
+            errors.StorageFull("full") if operation != "read" else None
+        )
+        with pytest.raises(errors.StorageFull):
+            await host.ask([("b", 2)])
+        machine = host.machine
+        for _ in range(3):
+            with pytest.raises(errors.StorageFull, match="no room for the last append"):
+                await host.ask([("b", 3)])
+        assert host.machine is machine, "each attempt was a replay"
+        assert await host.ask("?") == {"a": 1}
+        rig.storage.fault = None
+        await rig.mine.clock.sleep_ms(replay_log.FULL_MS)
+        await host.ask([("c", 4)])
+        assert await host.ask("?") == {"a": 1, "c": 4}
+        assert host.machine.offsets == [0, 1]  # type: ignore[attr-defined]
+        assert not fatal
+        await host.close()
+
+    rig.run(story)
+
+
+def test_too_few_in_sync_replicas_refuse_an_append(rig: Any) -> None:
+    """Rule R1 holds for the broker's own batches; nothing was decided and the host goes on."""
+    partition = rig.partition(replicas=(1, 2), min_insync_replicas=2)
+    partition.leader.on_isr_committed((1,), (1, 2), 7)
+
+    async def story() -> None:
+        host = host_of(rig, log_of(rig, partition), [])
+        await host.start()
+        with pytest.raises(errors.NotEnoughReplicas):
+            await host.ask([("a", 1)])
+        assert await host.ask("?") == {}
+        await host.close()
+
+    rig.run(story)
+
+
+def test_the_reserve_of_the_disk_is_for_own_batches(rig: Any) -> None:
+    """replica/space D2: a transaction can end although the disk refuses producers."""
+    partition = rig.partition()
+    partition.writer.space._reserve = 100
+    partition.writer.space.free = 50
+
+    async def story() -> None:
+        host = host_of(rig, log_of(rig, partition), [])
+        await host.start()
+        assert await host.ask([("a", 1)]) == 1
+        await host.close()
+
+    rig.run(story)
+
+
+def test_a_replay_begins_at_the_log_start(rig: Any) -> None:
+    """Records below it are gone, also when it moves during the replay, and inside of a batch."""
+    partition = rig.partition(segment_bytes=14 * 1024)
+
+    async def story() -> None:
+        host = host_of(rig, log_of(rig, partition), [])
+        await host.start()
+        await host.ask([(f"{n:0200}", n) for n in range(100)])
+        await host.ask([(f"{n:0200}", n) for n in range(100, 200)])
+        await host.close()
+        partition.log.advance_log_start(50)
+        log = log_of(rig, partition)
+        found: list[int] = []
+        await log.replay(lambda offset, row: found.append(offset))
+        assert found == list(range(50, 200))
+        found.clear()
+
+        def apply(offset: int, row: Row) -> None:
+            found.append(offset)
+            if offset == 60:
+                partition.log.advance_log_start(150)
+
+        monkey = replay_log.READ_BYTES
+        replay_log.READ_BYTES = 1  # one batch at a time
+        try:
+            await log.replay(apply)
+        finally:
+            replay_log.READ_BYTES = monkey
+        assert found == [*range(50, 100), *range(150, 200)]
+
+    rig.run(story)
+
+
+def test_a_replay_yields_to_the_loop(rig: Any) -> None:
+    """replica/replay_log J4: a large piece does not hold the loop."""
+    partition = rig.partition()
+
+    async def story() -> None:
+        host = host_of(rig, log_of(rig, partition), [])
+        await host.start()
+        await host.ask([(f"{n}", n) for n in range(1_000)])
+        await host.close()
+        applied: list[int] = []
+        seen = [0]
+        looking: list[asyncio.Task[None]] = []
+
+        async def look() -> None:
+            while len(applied) < 1_000:
+                seen.append(len(applied))
+                await rig.mine.clock.sleep_ms(0)
+
+        def apply(offset: int, row: Row) -> None:
+            applied.append(offset)
+            if not looking:
+                looking.append(asyncio.get_running_loop().create_task(look()))
+
+        await log_of(rig, partition).replay(apply)
+        await looking[0]
+        steps = [after - before for before, after in itertools.pairwise(seen)]
+        assert 0 < max(steps) <= replay_log.SLICE_RECORDS
+
+    rig.run(story)
+
+
+def test_a_replay_ends_with_the_leader_epoch(rig: Any) -> None:
+    """replica/replay_log J3: the log may be truncated at any moment from then on."""
+    partition = rig.partition()
+
+    async def story() -> None:
+        host = host_of(rig, log_of(rig, partition), [])
+        await host.start()
+        await host.ask([("a", 1)])
+        await host.close()
+        state = PartitionState(replicas=(1,), isr=(1,), leader=1, leader_epoch=1, partition_epoch=1)
+        with pytest.raises(errors.NotLeaderOrFollower):
+            await log_of(rig, partition).replay(
+                lambda offset, row: partition.lead(state, checkpointed=0)
+            )
+
+    rig.run(story)
+
+
+def test_damage_takes_the_replica_offline_instead_of_being_skipped(rig: Any) -> None:
+    """Rule L9: a replay reports the damage like a fetch."""
+    partition = rig.partition()
+
+    async def story() -> None:
+        host = host_of(rig, log_of(rig, partition), [])
+        await host.start()
+        await host.ask([("a", 1)])
+        await host.close()
+        told: list[errors.PkError] = []
+        partition.storage_failed = told.append
+        rig.storage.rot(f"topics/t-0/{0:020}.log", partition.log.size_bytes - 1, 0)
+        with pytest.raises(errors.CorruptLog):
+            await log_of(rig, partition).replay(lambda offset, row: None)
+        assert [type(each) for each in told] == [errors.CorruptLog]
+
+    rig.run(story)
+
+
+def test_the_batches_are_plain(rig: Any) -> None:
+    """They have keys, no producer id and the leader epoch; a client's bounds do not apply."""
+    partition = rig.partition(epoch=3, max_message_bytes=1_024)
+
+    async def story() -> None:
+        log = log_of(rig, partition, 3)
+        assert log.append([("k" * 5_000, 1), ("b", None)], 1_735_689_600_000) == 0
+        await log.commit()
+        raw = partition.log.read(0, bound=2, max_bytes=1 << 20).data
+        wanted = b"".join(
+            encode_lists([b"1", None], [b"k" * 5_000, b"b"], default_timestamp=1_735_689_600_000)
+        )
+        assert batch.read_header(raw) == batch.read_header(wanted)._replace(leader_epoch=3)
+        assert raw[batch.HEADER_BYTES :] == wanted[batch.HEADER_BYTES :]
+        assert partition.log.epochs.latest == 3
+        log.close()
+        assert log not in partition._watchers
+
+    rig.run(story)
