@@ -266,8 +266,9 @@ class PartitionBatches:
         ]
 
     def obstacle(self, metadata: Metadata, *, without_id: bool) -> str:
-        """Return what prevents the batches from being stored and an operator must mend; "" if
-        nothing.
+        """Return the fault that keeps the broker from storing the batches; "" if there is none.
+
+        An operator must mend such a fault.  `without_id`: the producer has no producer id yet.
         """
         if metadata.leader(self.key) is None:
             absent = metadata.waits_for(self.key)

@@ -15,8 +15,9 @@ and rebuilt:
                 | first_append_ms i64 | batches u64 | position of the last batch u64
                 | checksum of the last batch u32 | count u32 | crc u32 (of everything else)
 
-The last batch's checksum ties the index to the content of the log.  Reading one header detects an
-index that does not belong to the log, because the log was cut or replaced under the same name.
+The head has the checksum of the last batch.  The segment compares it with the header of that batch
+in the log.  If they differ, the index belongs to another log: this log was truncated, or replaced
+under the same name.
 
 Invariants
   I1  Offsets and positions grow strictly; timestamps do not fall.

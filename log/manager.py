@@ -253,7 +253,7 @@ class LogManager:
             self.operator_marked[found.key] = None
 
     def is_stray(self, key: PartitionKey) -> bool:
-        """Whether the partition was unknown at the start and has not become known since (M3)."""
+        """Whether the metadata did not know the partition at the start, and still do not (M3)."""
         return key in self._strays
 
     async def discard_strays(self) -> list[str]:

@@ -124,7 +124,10 @@ BATCH_TABLE: tuple[Case, ...] = (
 
 
 def check_batch(header: Header, config: LogConfig, now_ms: int, transactions: bool = False) -> None:
-    """Check a batch by the first table.  Raises the row's error; `details["row"]` names the row."""
+    """Check a batch against the topic's settings: the table "Batch" of the module.
+
+    Raises the error of the first row that applies; `details["row"]` names the row.
+    """
     for case in BATCH_TABLE:
         if case.applies(header, config, now_ms, transactions):
             raise case.error(case.words(header, config, now_ms), row=case.label)
@@ -133,8 +136,10 @@ def check_batch(header: Header, config: LogConfig, now_ms: int, transactions: bo
 def check_producer(
     header: Header, known: ProducerStateEntry | None
 ) -> tuple[ValidationResult, Span | None]:
-    """Check a batch by the second table.  Returns ASSIGN, or DUPLICATE with the batch that it
-    repeats; raises the row's error otherwise.
+    """Check the producer epoch and the sequence of a batch: the table "Producer" of the module.
+
+    `known`: the state of this producer, None if the partition has none.  Returns ASSIGN, or
+    DUPLICATE with the stored batch that this batch repeats.  Raises the error of the row otherwise.
     """
     if header.producer_id == NONE:
         return ValidationResult.ASSIGN, None  # a

@@ -341,9 +341,11 @@ def _check_prefix(
 ) -> None:
     """Check V8: no record that stands above a lost record is of the same era.
 
-    A record that was acknowledged after the loss may stand there.  So may a record that an earlier
-    era lost, if the next leader had kept it.  Where the copy of an earlier attempt came back, other
-    such copies may stand at the offsets of lost records; such a partition cannot be checked.
+    An era of a partition ends when records of it may be lost (sim/oracle).  A record of a later era
+    may stand above a lost record, because it was acknowledged after the loss.  A record of an
+    earlier era may stand there, too, if the leader after that era had kept it.  A partition is not
+    checked if one of its lost records was found again, as the copy of an earlier attempt to send
+    it: other such copies may stand at the offsets of lost records.
     """
     unsure = {gone.partition for gone in lost if gone.id in found}
     survivors = [

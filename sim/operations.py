@@ -9,8 +9,9 @@ run set the clocks of the machines apart.  The operator confirms that the clock 
 
 Damaged brokers (rule L9).  If the only copy that ISR and ELR name is rotten, its broker leads and
 serves the log around the damage, and no other replica can copy the damaged range.  If this is still
-so after all faults have ended, the broker gets an empty disk.  The promise counts a rotten copy as
-a lost disk already.  The log is then missing, and an election takes another replica.
+so after all faults have ended, the broker gets an empty disk.  Its log is then missing, and the
+controller elects another replica.  The promise (loss_model.py) already counts a rotten copy as a
+lost disk, so the empty disk costs no further record.
 
 Damaged controllers (rule Q1, KIP-853).  A controller whose metadata is damaged gets an empty disk.
 A controller with an empty disk must become a voter again: the operator removes the voter of the old

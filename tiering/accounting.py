@@ -150,8 +150,10 @@ def first_missing(snapshot: SnapshotView, partition: int) -> Offset:
 
 
 def missing_of(snapshot: SnapshotView, partitions: Iterable[int]) -> dict[int, RowsMissing]:
-    """Returns the missing rows by partition, of those `partitions` whose counters the snapshot
-    knows."""
+    """Returns the missing rows of each of the `partitions`, by partition.
+
+    Partitions without missing rows, and those whose counters the snapshot lacks, are left out.
+    """
     found = {p: snapshot.rows_missing(p) for p in partitions if p in snapshot.counters}
     return {partition: each for partition, each in found.items() if each is not None}
 

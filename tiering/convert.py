@@ -117,8 +117,11 @@ def rows_of_run(run: Sequence[PlainBatch], start: Offset, limit: Offset) -> pa.R
 def _file_rows(
     decoded: pa.RecordBatch, headers: pa.Array, batches: Sequence[Header]
 ) -> pa.RecordBatch:
-    """Returns decoded rows in the columns of a file; a batch with a delete horizon is decoded
-    alone."""
+    """Returns decoded rows in the columns of a file.
+
+    `decoded` has the rows of `batches`.  The caller passes a batch with a delete horizon alone,
+    because all rows get the horizon of the first batch.
+    """
     count = decoded.num_rows
     counts = [header.record_count for header in batches]
     types = [LOG_APPEND if header.log_append_time else CREATE for header in batches]

@@ -78,8 +78,10 @@ async def counted(
 
 
 async def _footer(store: ObjectStore, home: str, file: DataFile) -> Footer | None:
-    """Returns a file's footer, or None if it cannot be read: the file's rows stay unknown, and its
-    reader gets the error."""
+    """Returns a file's footer, or None if the file or its footer cannot be read.
+
+    The number of the file's rows then stays unknown.  A reader of the file meets the error itself.
+    """
     path = f"{home}/{file.path}"
     try:
         tail = await store.get_range(path, *footers.tail_part(file.size))

@@ -66,8 +66,8 @@ class FailureHandler:
     def notice_failed_directories(self) -> None:
         """Take the partitions of directories offline that failed outside an append (B3).
 
-        That is in a checkpoint, a new segment or a removal.  This also covers a partition that was
-        created before the failure was noticed and hosted after it.
+        A checkpoint, a new segment or a removal can fail, too.  A repeated call also takes down a
+        partition that was being created when the failure was noticed, and was added afterwards.
         """
         for writer in self._writers.all():
             failure = writer.disk.storage.failed

@@ -76,9 +76,10 @@ class BrokerIdentity:
 class BrokerLifecycleManager:
     """Registers a broker with the active controller and sends it heartbeats.
 
-    `addresses`: of controllers, any of which knows the active one.  `voters`: the controllers that
-    the metadata name, by node id; some may have been added later.  `peers`: the addresses, by node
-    id, that this node uses instead of the advertised ones.
+    `addresses`: the configured addresses of controllers.  Each controller knows the active one.
+    `voters`: the controllers in the metadata image, by node id.  It may have controllers that were
+    added after this node was configured.  `peers`: the addresses, by node id, that this node uses
+    instead of the advertised ones.
     """
 
     def __init__(

@@ -39,8 +39,8 @@ from pk.types import METADATA_TOPIC, METADATA_TOPIC_ID, TopicPartition
 
 LOG_DIR = f"{METADATA_TOPIC}-0"
 
-#: Differences from a topic: only a snapshot shortens the log, every write is synced, and batches
-#: may be large (controller/machine M2).
+#: Settings of the metadata log.  Unlike a topic's log, it is shortened only by a snapshot, every
+#: write to it is synced, and its batches may be large (controller/machine M2).
 _CONFIG = {
     "retention_ms": -1,
     "flush_on_ack": True,

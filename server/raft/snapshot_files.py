@@ -9,11 +9,12 @@ World-generic.  The name of a file shows its state.  Each step is SYNCED before 
 Invariants
   F1  `kept` are the newest two undamaged snapshots.  Older ones are removed only after the newer
       one is SYNCED.
-  F2  While a `.load` exists the log may be in any state.  The next start finishes the load.
+  F2  While a `.load` exists the log may be in any state.  The next start replaces the log by this
+      snapshot.
   F3  No operation occupies the writer for longer than `PIECE_BYTES` take, because votes use the
       same writer (rule P1).
-  F4  While a `.load` exists nothing is fetched: the next start would drop records that this node
-      had confirmed meanwhile.
+  F4  While a `.load` exists, this node fetches no records from the leader.  A fetch would confirm
+      records to the leader, and the next start would drop them together with the log (F2).
 """
 
 from __future__ import annotations

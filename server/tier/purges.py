@@ -9,8 +9,8 @@ because its own uploads may arrive later.  Uploads of a broker that was cut off 
 before it learns of the deletion stay in the store.
 
 Invariants
-  D1  Nothing is removed before `file_delete_delay_ms` after this process has learned of the
-      deletion.
+  D1  A purge waits for `file_delete_delay_ms`, counted from the time at which this process learned
+      of the deletion, before it removes the first object.
   D2  Only objects under the id of the deleted topic are removed.  A re-created topic has another
       id.
   D3  The mark ends only after the tier saw that nothing is left.
