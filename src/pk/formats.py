@@ -62,6 +62,8 @@ FORMATS = (
     KnownFormat(".timeindex", "pk.log.index:VERSION", "pk.log.index:decode_entries"),
     KnownFormat("control row", "pk.log.control_rows:MARKER_VERSION",
                 "pk.log.control_rows:decode_markers"),
+    KnownFormat("__transaction_state key", "pk.server.transactions.records:KEY_VERSION",
+                "pk.server.transactions.records:decode_key"),
     KnownFormat(".checkpoint", "pk.server.raft.snapshot_framing:FORMAT",
                 "pk.server.raft.snapshot_framing:check"),
     KnownFormat("quorum-state", "pk.server.raft.quorum_state_store:FORMAT",

@@ -47,6 +47,12 @@ def partition_of_producer(producer_id: int) -> int:
     return (producer_id >> (_EPOCH_BITS + _NUMBER_BITS)) & ((1 << _PARTITION_BITS) - 1)
 
 
+def epoch_of_producer(producer_id: int) -> Epoch:
+    """Return the leader epoch in which a producer id of transactions was allocated."""
+    assert is_transactional(producer_id)
+    return (producer_id >> _NUMBER_BITS) & ((1 << _EPOCH_BITS) - 1)
+
+
 def producer_id(partition: int, leader_epoch: Epoch, number: int) -> int:
     """Return the `number`th producer id that the leader of `leader_epoch` allocates.
 

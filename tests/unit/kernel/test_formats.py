@@ -14,14 +14,16 @@ import pytest
 
 from pk import errors, formats
 from pk.formats import FORMATS, KnownFormat
-from pk.log import aborted, batch, checkpoints, control_rows, directory, index, sealed
+from pk.log import aborted, batch, checkpoints, columns, control_rows, directory, index, sealed
 from pk.log.aborted import AbortedEntry
+from pk.log.encoding import encode_lists
 from pk.log.index import Extent, SparseIndex
 from pk.log.producers import Producers
 from pk.server.node import format as node_format
 from pk.server.raft import quorum_state_store, snapshot_framing
 from pk.server.raft.messages import Vote
 from pk.server.raft.snapshot_id import SnapshotId
+from pk.server.transactions import records
 from pk.sim.disk import SimStorage
 from pk.sparkconnector import offsets
 
@@ -53,6 +55,17 @@ def stored(name: str, raw: bytes) -> SimStorage:
     return storage
 
 
+def transaction_key() -> bytes:
+    """A batch with the key of a transactional id: the checksum of the batch covers it."""
+    return b"".join(encode_lists([None], [records.encode_key("t")]))
+
+
+def read_transaction_key(raw: bytes) -> str:
+    batch.check(raw)
+    rows = columns.decode(raw, decoded_bytes_max=1000)
+    return records.decode_key(rows.column("key")[0].as_py())
+
+
 def checkpoint(name: str) -> tuple[Write, Read]:
     return lambda: checkpoints.encode(name, ["line"]), lambda raw: checkpoints.decode(name, raw)
 
@@ -64,6 +77,7 @@ WRITERS: dict[str, tuple[Write, Read]] = {
         lambda: b"".join(control_rows.encode_markers([control_rows.Marker(1, 2, True)], 5)),
         lambda raw: batch.check(raw) and control_rows.decode_markers(raw),
     ),
+    "__transaction_state key": (transaction_key, read_transaction_key),
     ".txnindex": (lambda: aborted.encode([AbortedEntry(1, 2, 3, 4)]), aborted.decode),
     ".index": (lambda: indexes()[0], lambda raw: index.decode_entries(raw, index.OFFSETS)),
     ".timeindex": (lambda: indexes()[1], lambda raw: index.decode_entries(raw, index.TIMES)),

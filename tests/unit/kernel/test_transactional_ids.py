@@ -19,6 +19,7 @@ def test_a_producer_id_names_its_partition(partition: int, epoch: int, number: i
     assert transactional_ids.is_transactional(found)
     assert 0 < found < 2**63
     assert transactional_ids.partition_of_producer(found) == partition
+    assert transactional_ids.epoch_of_producer(found) == epoch
 
 
 def test_two_leaders_never_allocate_one_id() -> None:

@@ -1,0 +1,135 @@
+"""The transactional ids of one coordinator partition, by id and by producer id.
+
+Invariants
+  I1  `apply` is called in the order of the log, and is the only mutator.
+  I2  A producer id belongs to one transactional id.  The index has the current, the next and the
+      previous producer id of every id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pk import errors
+from pk.effects import Decision, Effect, Publish
+from pk.server.transactions import commands
+from pk.server.transactions.commands import TransactionRules
+from pk.server.transactions.records import (
+    TransactionLogRecord,
+    decode_key,
+    metadata_of,
+    record_of,
+)
+from pk.server.transactions.state import NO_PAIR, TransactionMetadata
+from pk.transactional_ids import TOPIC, partition_of_id
+from pk.types import ProducerId
+
+Out = Decision[TransactionLogRecord]
+
+
+def decision(reply: Any, changed: Sequence[TransactionMetadata] = (), *effects: Effect) -> Out:
+    """Return a `Decision` that writes these ids and answers `reply`."""
+    return Decision([record_of(known) for known in changed], reply, effects)
+
+
+def began_event(known: TransactionMetadata) -> commands.TransactionBegan:
+    """Return the event of an ongoing transaction."""
+    return commands.TransactionBegan(
+        known.transactional_id, *known.current, known.started_ms, known.timeout_ms
+    )
+
+
+def prepared_event(known: TransactionMetadata) -> commands.TransactionPrepared:
+    """Return the event of a prepared transaction; its markers go to every registered partition."""
+    return commands.TransactionPrepared(
+        known.transactional_id,
+        known.current.producer_id,
+        known.marker_epoch,
+        known.state.committed,
+        tuple(known.partitions),
+        known.metadata_offset,
+    )
+
+
+def preparation(reply: Any, *ending: TransactionMetadata) -> Out:
+    """Return a `Decision` that writes prepared transactions, and publishes them."""
+    events = [Publish(commands.PREPARED, prepared_event(known)) for known in ending]
+    return decision(reply, ending, *events)
+
+
+def still_ending(known: TransactionMetadata) -> errors.ConcurrentTransactions:
+    """Return the refusal of a request that has to wait for the markers."""
+    return errors.ConcurrentTransactions(
+        f"the transaction {known.current} of {known.transactional_id!r} is still being ended: "
+        "ask again"
+    )
+
+
+class TransactionalIds:
+    """The ids, as far as their records are decided."""
+
+    def __init__(self, rules: TransactionRules) -> None:
+        self.rules = rules
+        self._by_id: dict[str, TransactionMetadata] = {}
+        self._owners: dict[ProducerId, str] = {}
+
+    def items(self) -> Mapping[str, TransactionMetadata]:
+        """Return every id with its state."""
+        return self._by_id
+
+    def apply(self, offset: int, record: TransactionLogRecord) -> None:
+        """Apply one record of the log.  Raises `CorruptLog` and `NewerFormat` for its bytes."""
+        transactional_id = decode_key(record.key)
+        known = metadata_of(record)
+        for producer_id in _producer_ids(self._by_id.pop(transactional_id, None)):
+            del self._owners[producer_id]
+        if known is None:
+            return
+        for producer_id in _producer_ids(known):
+            owner = self._owners.setdefault(producer_id, transactional_id)
+            if owner != transactional_id:  # I2
+                raise errors.CorruptLog(
+                    f"{TOPIC}-{self.rules.partition} gives producer id {producer_id} to {owner!r} "
+                    f"and, at offset {offset}, to {transactional_id!r}"
+                )
+        self._by_id[transactional_id] = known
+
+    def find(self, transactional_id: str) -> TransactionMetadata | None:
+        """Return an id of this coordinator; None if it is not known.  Raises `NotCoordinator`."""
+        partition = partition_of_id(transactional_id)
+        if partition != self.rules.partition:
+            raise errors.NotCoordinator(
+                f"{TOPIC}-{partition} coordinates {transactional_id!r}, not "
+                f"{TOPIC}-{self.rules.partition}"
+            )
+        return self._by_id.get(transactional_id)
+
+    def known(self, transactional_id: str) -> TransactionMetadata:
+        """Return an id of this coordinator.  Raises `TransactionalIdNotFound`."""
+        found = self.find(transactional_id)
+        if found is None:
+            raise errors.TransactionalIdNotFound(
+                f"the coordinator does not know the transactional id {transactional_id!r}: it was "
+                "never used, or was forgotten.  A producer calls init_transactions first"
+            )
+        return found
+
+    def owner(self, producer_id: ProducerId) -> TransactionMetadata | None:
+        """Return the transactional id that has a producer id; None if none has it."""
+        transactional_id = self._owners.get(producer_id)
+        return None if transactional_id is None else self._by_id[transactional_id]
+
+    def check_fresh(self, producer_id: ProducerId) -> None:
+        """Raise `InternalError` if a transactional id has this producer id already (I2)."""
+        owner = self._owners.get(producer_id)
+        if owner is not None:
+            raise errors.InternalError(f"producer id {producer_id} is not fresh: {owner!r} has it")
+
+
+def _producer_ids(known: TransactionMetadata | None) -> tuple[ProducerId, ...]:
+    """Return the producer ids of an id, each once (I2)."""
+    if known is None:
+        return ()
+    pairs = (known.current, known.next, known.previous)
+    return tuple(dict.fromkeys(pair.producer_id for pair in pairs if pair != NO_PAIR))
