@@ -9,7 +9,8 @@ Invariants
       removed must not be taken for damage at the next start.
   W8  `quorum-state` notes a level of formats, SYNCED, before the first byte of that level is
       written to the log or to a snapshot, the record that sets the level included (rule Q6).  So an
-      older build refuses the directory.
+      older build refuses the directory.  A level whose note finds no space is not written.  A noted
+      level is not lowered while the process runs, because a write may leave a part of it.
   W6  The synced end is noted soon, not only with the next vote, because damage above it is taken
       for a torn tail when the log is opened (raft/recovery O2).
 """
@@ -82,19 +83,21 @@ class LogWriter(Generic[R]):
                 await self._disk.write(lambda: self._save(self._vote))
 
     def _save(self, vote: Vote) -> None:
-        synced_end, level = self.log.flush(), self._voters.level
+        self._save_at(vote, max(self._level, self._voters.level))
+
+    def _save_at(self, vote: Vote, level: int) -> None:
+        synced_end = self.log.flush()
         self._disk.storage.replace_file(QUORUM_STATE, state_bytes(vote, synced_end, level))
         self._vote, self._noted, self._level = vote, synced_end, level
 
     async def raise_level(self, level: int) -> None:
         """Note the level of a snapshot that is about to be loaded (W8).  Raises `StorageFull`."""
-        self._voters.level = max(self._voters.level, level)
         async with self.lock:
-            await self._disk.write(self._raise_level)
+            await self._disk.write(partial(self._raise_level, level))
 
-    def _raise_level(self) -> None:
-        if formats.number_of(self._voters.level) > formats.number_of(self._level):
-            self._save(self._vote)
+    def _raise_level(self, level: int) -> None:
+        if formats.number_of(level) > formats.number_of(self._level):
+            self._save_at(self._vote, level)
 
     # -- records -----------------------------------------------------------------------------------
 
@@ -170,7 +173,7 @@ class LogWriter(Generic[R]):
         self._synced(job)
 
     def _perform(self, plan: WritePlan) -> None:
-        self._raise_level()  # W8
+        self._raise_level(self._voters.level)  # W8
         self.log.perform(plan)
 
     async def undo(self, job: int) -> None:
@@ -197,7 +200,7 @@ class LogWriter(Generic[R]):
         log = self.log
         if end < log.synced_end:
             self._disk.storage.replace_file(
-                QUORUM_STATE, state_bytes(self._vote, end, self._voters.level)
+                QUORUM_STATE, state_bytes(self._vote, end, max(self._level, self._voters.level))
             )
             self._noted = end
         log.truncate_to(end)
@@ -206,5 +209,6 @@ class LogWriter(Generic[R]):
         """Finish the running writes, then close the log."""
         await self._writes.wait()
         async with self.lock:
-            args = self._disk.storage, self.log, self._vote, clean, self._voters.level
+            level = max(self._level, self._voters.level)
+            args = self._disk.storage, self.log, self._vote, clean, level
             await self._disk.write(partial(recovery.close_log, *args))

@@ -1,4 +1,5 @@
-"""The voters of the metadata quorum and their addresses, from the metadata log (KIP-853).
+"""The voters of the metadata quorum, their addresses and the level of formats, from the metadata
+log (KIP-853).
 
 A voters record counts from its append on, committed or not, until a truncation removes it.  Records
 below the high watermark are never truncated, so of those only the last one is kept.  An address in
@@ -42,7 +43,14 @@ class Voters(Generic[R]):
         self._given: dict[NodeId, str] = {**given, me.node_id: address}
         self.addresses: dict[NodeId, str] = dict(self._given)
         self.at = [VotersAt(NONE, tuple(first))]
-        self.level = 0  #: the highest level of formats that a record has set (rule Q6)
+        #: Records that raised the level of formats, oldest first: (offset, level).  A truncation
+        #: removes them, too.
+        self._levels: list[tuple[int, int]] = []
+
+    @property
+    def level(self) -> int:
+        """The highest level of formats that a record has set; 0 = none has (rule Q6)."""
+        return self._levels[-1][1] if self._levels else 0
 
     @property
     def now(self) -> tuple[Voter, ...]:
@@ -50,7 +58,7 @@ class Voters(Generic[R]):
 
     def begin_with(self, known: SnapshotId, raw: bytes) -> None:
         """Begin with the voters of a verified snapshot; the log behind it follows."""
-        self.level = max(self.level, level_of(self._serde, raw))
+        self._raise_level(known.end - 1, level_of(self._serde, raw))
         voters, addresses = voters_of(self._serde, raw)
         self.at = [VotersAt(known.end - 1, voters)]
         self.addresses.update(addresses)
@@ -63,7 +71,7 @@ class Voters(Generic[R]):
 
     def note(self, offset: int, record: R) -> None:
         """Note a record at `offset` if it names voters or sets a level."""
-        self.level = max(self.level, self._serde.level_in(record))
+        self._raise_level(offset, self._serde.level_in(record))
         found = self._serde.voters_in(record)
         if found is None:
             return
@@ -73,9 +81,14 @@ class Voters(Generic[R]):
         self.addresses.update((each.node_id, each.address) for each in named if each.address)
         self.addresses.update(self._given)
 
+    def _raise_level(self, offset: int, level: int) -> None:
+        if level > self.level:
+            self._levels.append((offset, level))
+
     def forget(self, end: int) -> None:
-        """Drop the voters records at and above `end`, to which the log was truncated."""
+        """Drop voters records and levels at and above `end`, to which the log was truncated."""
         self.at = [each for each in self.at if each.offset < end]
+        self._levels = [each for each in self._levels if each[0] < end]
 
     def committed(self, end: int) -> None:
         """Keep of the records below `end`, which are committed, only the last."""

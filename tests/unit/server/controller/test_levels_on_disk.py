@@ -26,6 +26,7 @@ from pk.wire import pk_pb2 as wire
 from tests.unit.log.house import FakeClock, run
 
 Cluster = Any  # conftest.py's
+LOG = "__cluster_metadata-0/00000000000000000000.log"
 LEVEL_2 = record_of(wire.FeatureLevelRecord(name=formats.FEATURE, level=2))
 
 
@@ -54,7 +55,7 @@ def test_the_numbers_rise_and_an_older_build_does_not_start(
 
     def observed(self: PartitionLog, plan: WritePlan) -> None:
         perform(self, plan)
-        raw = meta.peek("__cluster_metadata-0/00000000000000000000.log")
+        raw = meta.peek(LOG)
         if any(record == LEVEL_2 for _, record in decode_batches(raw)):
             when_written.append(number(meta, QUORUM_STATE))
 
@@ -97,20 +98,25 @@ def test_a_broker_that_learns_of_an_unknown_level_stops(
     assert not any(name.startswith("topics/") for name in cluster.storages["d1"].files())
 
 
+def writer_of(storage: SimStorage, knows: int) -> LogWriter[Any]:
+    """Return the writer of a new metadata directory, of a build that knows a level."""
+    clock, opened = FakeClock(), recover(storage, SnapshotRules(), 5)
+    serde, me = MetadataRecordSerde(knows), Voter(1, "v1")
+    any_disk: Any = SimDisk(storage, clock, Random(1))
+    voters = Voters(serde, me, "c1:1", {me: "c1:1"})
+    return LogWriter(
+        ReserveDisk(any_disk, 0), clock, serde, opened.log, voters, Vote(), lambda job: None
+    )
+
+
 @pytest.mark.parametrize("knows", [1, 2])
 def test_a_voter_writes_no_record_of_a_level_that_it_does_not_know(knows: int) -> None:
     """The level is compared before the batch is written, and noted before it is written."""
 
     async def main() -> None:
-        storage, clock = SimStorage("meta"), FakeClock()
-        opened = recover(storage, SnapshotRules(), 5)
-        serde, me = MetadataRecordSerde(knows), Voter(1, "v1")
-        any_disk: Any = SimDisk(storage, clock, Random(1))
-        voters = Voters(serde, me, "c1:1", {me: "c1:1"})
-        writer = LogWriter(
-            ReserveDisk(any_disk, 0), clock, serde, opened.log, voters, Vote(), lambda job: None
-        )
-        raw = serde.encode_batch([LEVEL_2], 5)
+        storage = SimStorage("meta")
+        writer = writer_of(storage, knows)
+        raw = MetadataRecordSerde(2).encode_batch([LEVEL_2], 5)
         reply = FetchReply(Voter(2, "v2"), 1, None, FetchStatus.DATA, 1, 0, 1, payload=raw)
         before = storage.files()
         if knows == 1:
@@ -120,9 +126,88 @@ def test_a_voter_writes_no_record_of_a_level_that_it_does_not_know(knows: int) -
             assert storage.files() == before
         else:
             await writer.append_fetched(reply, 1)
-            assert (opened.log.synced_end, number(storage, QUORUM_STATE)) == (1, 2)
+            assert (writer.log.synced_end, number(storage, QUORUM_STATE)) == (1, 2)
             await writer.save_vote(Vote(5, 2, "v2"))
             assert number(storage, QUORUM_STATE) == 2
+
+    run(main)
+
+
+def no_space_for(name: str) -> Callable[[str, str], Exception | None]:
+    """Return a fault of a disk that has no space for a file."""
+
+    def fault(operation: str, path: str) -> Exception | None:
+        full = operation == "append" and path.startswith(name)
+        return errors.StorageFull(f"no space for {path}") if full else None
+
+    return fault
+
+
+def test_a_full_metadata_disk_leaves_the_cluster_at_the_old_level(
+    make_cluster: Callable[..., Cluster],
+) -> None:
+    """The number in quorum-state finds no space: no byte of the level is written, then or later."""
+    cluster = make_cluster(5)
+    cluster.run = replace(cluster.run, format_level=2)
+    cluster.start()
+    meta, data = cluster.storages["meta"], cluster.storages["d1"]
+    before = data.files()
+    meta.fault = no_space_for(QUORUM_STATE)
+    with pytest.raises(errors.StorageFull):
+        cluster.do(ask(cluster, wire.UpgradeClusterRequest()))
+    meta.fault = None
+    described = cluster.do(ask(cluster, wire.DescribeClusterRequest())).describe_cluster_reply
+    assert (described.level, described.known) == (1, 2)
+    raw = meta.peek(LOG)
+    assert not any(record == LEVEL_2 for _, record in decode_batches(raw))
+    cluster.do(cluster.create("t"))  # another record, and what is noted with it
+    cluster.do(cluster.controller.metadata.note_synced())
+    assert (number(meta, QUORUM_STATE), number(data, FORMAT_FILE)) == (0, 0)
+    assert data.files()[FORMAT_FILE] == before[FORMAT_FILE]
+    reply = cluster.do(ask(cluster, wire.UpgradeClusterRequest())).upgrade_cluster_reply
+    assert (reply.before, reply.level) == (1, 2)
+    assert (number(meta, QUORUM_STATE), number(data, FORMAT_FILE)) == (2, 2)
+
+
+def test_a_broker_with_a_full_disk_does_not_act_on_a_level(
+    make_cluster: Callable[..., Cluster],
+) -> None:
+    """pk.json finds no space: the operator gets RequestTimedOut, and the broker writes nothing
+    until there is space."""
+    cluster = make_cluster(6)
+    cluster.run = replace(cluster.run, format_level=2)
+    cluster.start()
+    data = cluster.storages["d1"]
+    before = data.files()
+    data.fault = no_space_for(FORMAT_FILE)
+    with pytest.raises(errors.RequestTimedOut):
+        cluster.do(ask(cluster, wire.UpgradeClusterRequest()))
+    with pytest.raises(errors.RequestTimedOut):
+        cluster.do(cluster.create("t"))
+    assert data.files()[FORMAT_FILE] == before[FORMAT_FILE]
+    assert not any(name.startswith("topics/") for name in data.files())
+    data.fault = None
+    reply = cluster.do(ask(cluster, wire.UpgradeClusterRequest())).upgrade_cluster_reply
+    assert (reply.before, reply.level) == (2, 2)
+    assert number(data, FORMAT_FILE) == 2
+    assert any(name.startswith("topics/t-0/") for name in data.files())
+
+
+def test_a_level_that_finds_no_space_is_not_noted_later() -> None:
+    """raft/log_writer W8: a snapshot of level 2 is refused, and the vote is saved at level 1."""
+
+    async def main() -> None:
+        storage = SimStorage("meta")
+        writer = writer_of(storage, knows=2)
+        storage.fault = no_space_for(QUORUM_STATE)
+        with pytest.raises(errors.StorageFull):
+            await writer.raise_level(2)
+        storage.fault = None
+        await writer.save_vote(Vote(5, 2, "v2"))
+        assert number(storage, QUORUM_STATE) == 0
+        await writer.raise_level(2)
+        await writer.save_vote(Vote(6, 2, "v2"))
+        assert number(storage, QUORUM_STATE) == 2  # a noted level stays
 
     run(main)
 
