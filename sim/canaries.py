@@ -17,14 +17,13 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from pk import errors
-from pk.log import creation, identity, writing
+from pk.log import identity, writing
 from pk.log.directory import Directory
 from pk.log.divergence import StartAt
 from pk.log.manager import LogManager
@@ -321,27 +320,6 @@ def _stray_taken_for_the_topic_of_its_name(stack: ExitStack) -> None:
     _put(MetadataPublisher, "load", knowing)(stack)
 
 
-def _directory_out_of_the_way(stack: ExitStack) -> None:
-    """Rename a directory without identity and begin its partition empty, as before rule L15."""
-
-    def read_only(storage: Any, path: str, _second: Any) -> Any:
-        with suppress(errors.LogUnidentified):
-            return identity.read(storage, path)
-        return None
-
-    in_place = creation._in_place
-
-    def careless(site: Any, new: Any) -> bool:
-        try:
-            return in_place(site, new)
-        except errors.LogUnidentified:
-            site.storage.rename(site.path(new), site.pending_delete(site.path(new)))
-            return False
-
-    _put(identity, "read_or_restore", read_only)(stack)
-    _put(creation, "_in_place", careless)(stack)
-
-
 KILLS = ("kill_broker", "kill_leader", "pause", "isolate")
 LOSSES = "V6 V8 V12 V14"
 
@@ -506,7 +484,7 @@ CANARIES: dict[str, Canary] = {
         ("disk_short", "kill_broker"), fault_ms=8_000,
     ),
     "a directory without identity is out of the way": Canary(
-        "L15", _directory_out_of_the_way, f"V5 {LOSSES}", HOT, ("identity_lost",)
+        "L15", log_canaries.directory_out_of_the_way, f"V5 {LOSSES}", HOT, ("identity_lost",)
     ),
     # Both replicas are down, and one has lost its log.  This replica comes back first and leads,
     # because ISR or ELR still name it.

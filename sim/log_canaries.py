@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 from unittest.mock import patch
 
+from pk import errors
 from pk.client.fetcher import Fetcher
-from pk.log import loading, partition_log
+from pk.log import creation, identity, loading, partition_log
 from pk.log.writing import LocalLogWriter
 
 
@@ -43,3 +44,24 @@ def damaged_range_not_told(stack: ExitStack) -> None:
 def missing_front_not_compared(stack: ExitStack) -> None:
     """Open a log without comparing its first segment with the checkpoint of its local start."""
     stack.enter_context(patch.object(partition_log, "missing_in_front", lambda *_: None))
+
+
+def directory_out_of_the_way(stack: ExitStack) -> None:
+    """Rename a directory without identity and begin its partition empty, as before rule L15."""
+
+    def read_only(storage: Any, path: str, _second: Any) -> Any:
+        with suppress(errors.LogUnidentified):
+            return identity.read(storage, path)
+        return None
+
+    in_place = creation._in_place
+
+    def careless(site: Any, new: Any) -> bool:
+        try:
+            return in_place(site, new)
+        except errors.LogUnidentified:
+            site.storage.rename(site.path(new), site.pending_delete(site.path(new)))
+            return False
+
+    stack.enter_context(patch.object(identity, "read_or_restore", read_only))
+    stack.enter_context(patch.object(creation, "_in_place", careless))
