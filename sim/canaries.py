@@ -39,7 +39,13 @@ from pk.server.replica import follower
 from pk.server.replica.leader import Leader
 from pk.server.replica.partition import Partition
 from pk.server.runtime.replayed_host import ReplayedHost
-from pk.sim import clock_canaries, format_canaries, log_canaries, tier_canaries
+from pk.sim import (
+    clock_canaries,
+    format_canaries,
+    log_canaries,
+    move_canaries,
+    tier_canaries,
+)
 from pk.sim.campaign import Run
 from pk.sim.options import KEPT, NodePlan, SimOptions, TopicPlan
 
@@ -417,6 +423,23 @@ CANARIES: dict[str, Canary] = {
     "replies before the commit": Canary(
         "Q3", _replies_before_the_commit(), "V15 V6 V7", HOT,
         ("kill_controller", "kill_broker", "isolate"), nodes=THREE, fault_ms=10_000,
+    ),
+    # Replicas of the original lag while a new one is in sync; the move is cancelled.
+    "cancel below min ISR": Canary(
+        "R8", move_canaries.copies_not_counted, f"V18 {LOSSES}",
+        SAFE, KILLS, ("resize",), nodes=(*THREE, NodePlan(4)), copies=2, fault_ms=20_000,
+        lag_ms=500,
+    ),
+    # All members of the ISR are away, and the topic allows loss.
+    "adding replica elected": Canary(
+        "R9", move_canaries.any_replica_elected, "V18",
+        {**HOT, "min_insync_replicas": "1", "unclean_leader_election_enable": "true"},
+        ("kill_machine", "kill_machine", "kill_leader", "power", "isolate"), ("resize",),
+        nodes=(*THREE, NodePlan(4)), copies=1, fault_ms=20_000, lag_ms=500,
+    ),
+    "plan by topic name": Canary(
+        "R10", move_canaries.topic_by_name, "V18", SAFE,
+        ("slow_network",), ("recreate", "resize"), nodes=THREE, copies=2, fault_ms=6_000,
     ),
     "a table that takes any range": Canary(
         "T3", tier_canaries.takes_any_range, "V4 V9 assertion", TIERED, ("late_commit",)

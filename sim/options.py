@@ -81,7 +81,11 @@ FAULTS = (
 #: The administrator's chores, in two groups for the same reason.
 _FIRST_CHORES = ("recreate", "grow", "delete_records", "configure", "reassign", "elect")
 _LATER_CHORES = ("reassign_back", "toggle")
-CHORES = (*_FIRST_CHORES, *_LATER_CHORES)
+#: The chores of a run that names none; drawn runs may have all of CHORES.
+_USUAL_CHORES = (*_FIRST_CHORES, *_LATER_CHORES)
+#: Moves to another number of replicas, drawn after everything else.
+_MOVE_CHORES = ("resize",)
+CHORES = (*_USUAL_CHORES, *_MOVE_CHORES)
 SEGMENT_BYTES_LEAST = 14_336
 CONTROLLER, BROKER, TIER = "controller", "broker", "tier"
 #: Bytes between two snapshots of the metadata log: so many that a run seldom has a snapshot, or so
@@ -166,7 +170,7 @@ class SimOptions:
     topics: tuple[TopicPlan, ...]
     nodes: tuple[NodePlan, ...] = (NodePlan(1),)
     faults: tuple[str, ...] = FAULTS
-    chores: tuple[str, ...] = CHORES
+    chores: tuple[str, ...] = _USUAL_CHORES
     fault_ms: int = 5_000
     heal_ms: int = 180_000  #: virtual time within which the cluster must work again
     acknowledged_min: int = 0  #: the fault phase goes on until this many acknowledgements
@@ -267,7 +271,8 @@ def _drawn_room(rng: random.Random, options: SimOptions) -> SimOptions:
     if "delete_rows" in faults:  # this fault needs topics without expiry by age
         topics = (replace(each, configs={**each.configs, **KEPT}) for each in options.topics)
         options = replace(options, topics=tuple(topics))
-    return replace(options, faults=faults, server={**options.server, **reserve})
+    chores = (*options.chores, *(name for name in _MOVE_CHORES if rng.random() < 0.4))
+    return replace(options, faults=faults, chores=chores, server={**options.server, **reserve})
 
 
 def nodes_drawn(rng: random.Random) -> tuple[NodePlan, ...]:

@@ -36,6 +36,7 @@ from pk.sim.cluster import SimCluster
 from pk.sim.cluster_checkers import Mark, QuorumCheck, QuorumSample, ReplicaCheck, ReplicaSample
 from pk.sim.loss_model import LossModel, PartitionFacts, Registration
 from pk.sim.machine import SimMachine
+from pk.sim.move_check import check_move
 from pk.sim.options import BROKER, CONTROLLER
 from pk.sim.oracle import Oracle
 from pk.types import NONE, NodeId, PartitionKey
@@ -163,6 +164,8 @@ class Observer:
         self.image.check()
         if kind == "partition_change":
             self._partition_changed(key, before)
+            now, unclean = self.image.partition(key), record.partition_change.elected_uncleanly
+            check_move(key, before, now, self._min_isr(key), unclean=unclean)
         elif kind == "partition":
             self._changed[PartitionKey(record.partition.topic_id, record.partition.partition)] = (
                 None
@@ -171,6 +174,15 @@ class Observer:
             self._count("quorum elections")
         elif kind == "register_broker":
             self._registrations[offset] = record.register_broker.broker_id
+
+    def _min_isr(self, key: PartitionKey) -> int:
+        """Return min_insync_replicas of a partition, from the committed records."""
+        configs, topic = self.image.configs, self.image.topics[key.topic_id]
+        for resource in (("topic", topic.name), ("broker", "")):
+            value = configs.get(resource, {}).get("min_insync_replicas")
+            if value is not None:
+                return int(value)
+        return 1
 
     def _partition_changed(self, key: PartitionKey, before: Any) -> None:
         """Count the decision of the controller, and note an election that may lose records."""

@@ -205,6 +205,7 @@ class SimAdmin:
         self._cluster = cluster_of(world, bootstrap, "admin")
         self.resting = False
         self.counts: dict[str, int] = {}  #: completed chores by name
+        self._planned: dict[str, str] = {}  #: topic → its id at the last `_resize`
 
     async def run(self) -> None:
         self._cluster.start()
@@ -370,6 +371,33 @@ class SimAdmin:
         for replicas in (away, home):
             await self._move(plan.name, partition, replicas)
             await self._world.clock.sleep_ms(rng.uniform(0, 400))
+
+    async def _resize(self, plan: TopicPlan) -> None:
+        """Move a partition to fewer or more replicas, and cancel some of these moves midway.
+
+        A plan of the last such chore is executed first if its topic was deleted since: the
+        controller must refuse it (rule R10).
+        """
+        topic, rng = self._oracle.topics[plan.name], self._rng
+        partition = rng.randrange(topic.partitions)
+        brokers = [node.number for node in self._options.with_role(BROKER)]
+        replicas = rng.sample(brokers, rng.randint(min(plan.copies, len(brokers)), len(brokers)))
+        planned = self._planned.get(plan.name, topic.topic_id)
+        self._planned[plan.name] = topic.topic_id
+        if planned != topic.topic_id:
+            old = wire.AlterReassignmentsRequest()
+            old.reassignments.add(topic=plan.name, topic_id=planned, partition=0, replicas=replicas)
+            refused = (errors.UnknownTopicId, errors.UnknownTopicOrPartition)
+            if await self._until_done(lambda: old, refused) is Result.DONE:
+                self._trouble(f"V18: a plan for {planned} moved topic {topic.topic_id}")
+        await self._move(plan.name, partition, replicas)
+        await self._world.clock.sleep_ms(rng.uniform(0, 1_500))
+        if rng.random() < 0.6:
+            back = wire.AlterReassignmentsRequest()
+            back.reassignments.add(
+                topic=plan.name, topic_id=topic.topic_id, partition=partition, cancel=True
+            )
+            await self._until_done(lambda: back, _CANNOT_MOVE)
 
     async def _move(self, topic: str, partition: int, replicas: Sequence[int]) -> None:
         request = wire.AlterReassignmentsRequest()
