@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import partial
 
 from pk.log.manager import LogManager
+from pk.server.broker.broker_channels import BrokerChannels
 from pk.server.broker.clock_watch import ClockWatch
 from pk.server.broker.disk_jobs import DiskJobs
 from pk.server.broker.due_work import DueWork
@@ -79,6 +80,7 @@ class BrokerCore:
         self.due = DueWork()
         self.feed = TierFeed(env.world.new_id())
         self.writers = LogDirWriters(env, lifecycle.heartbeat_soon)
+        self.channels = BrokerChannels(env, hello, metadata)
         self._compose_replicas()
         self._compose_publisher()
         self.scheduler = self._compose_scheduler()
@@ -229,6 +231,7 @@ class BrokerCore:
         await self.epoch_fence.close()
         await self.alter_partition.close()
         await self.fetchers.close()
+        await self.channels.close()
         await self.tier.close()
         await self.purges.close()
         await self.tasks.close()

@@ -37,6 +37,7 @@ from pk.server.handlers.fetch import FetchStream
 from pk.server.handlers.metadata import MetadataRequests
 from pk.server.handlers.offsets import OffsetRequests
 from pk.server.handlers.partition_descriptions import PartitionDescriptions
+from pk.server.handlers.peers import Peer
 from pk.server.handlers.produce import ProducerStreams, ProduceStream
 from pk.server.handlers.tier import TierRequests
 from pk.server.metadata.cache import MetadataCache
@@ -102,9 +103,10 @@ class BrokerStreams:
             self.offsets,
             PartitionDescriptions(hosted, core.replicas, metadata, core.corruption),
             self.tier,
+            core.channels.handlers,
         )
 
-    async def serve(self, kind: StreamKind, stream: Stream) -> None:
+    async def serve(self, kind: StreamKind, stream: Stream, peer: Peer) -> None:
         """Serve a stream whose hello was accepted, until it ends."""
         if kind is not StreamKind.CONTROL:
             try:
@@ -112,14 +114,14 @@ class BrokerStreams:
             except errors.PkError as refusal:
                 await stream.send(frames.encode(error_head(0, refusal)))
                 return
-        await self.handler(kind, stream).serve()
+        await self.handler(kind, stream, peer).serve()
 
     def handler(
-        self, kind: StreamKind, stream: Stream
+        self, kind: StreamKind, stream: Stream, peer: Peer
     ) -> ControlStream | ProduceStream | FetchStream:
         """Return the handler of one stream."""
         if kind is StreamKind.CONTROL:
-            return self._control(stream)
+            return self._control(stream, peer)
         return self._produce(stream) if kind is StreamKind.PRODUCE else self._fetch(stream)
 
 
@@ -312,7 +314,7 @@ class BrokerNode:
         )
         if said is None:
             return
-        await self._streams_of.serve(kind, stream)
+        await self._streams_of.serve(kind, stream, Peer(said, partial(self._proven, said)))
 
     def _proven(self, hello: wire.Hello) -> bool:
         """Whether the hello has the incarnation id of a registered broker (rule L17).

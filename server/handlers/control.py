@@ -6,7 +6,7 @@ exception is a bug and is reported as InternalError.  Each handler bounds the co
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from google.protobuf.message import Message
@@ -15,6 +15,7 @@ from pk.server.handlers.admin import AdminRequests, ProducerIds
 from pk.server.handlers.metadata import MetadataProgress, MetadataRequests, MetadataSubscription
 from pk.server.handlers.offsets import OffsetRequests
 from pk.server.handlers.partition_descriptions import PartitionDescriptions
+from pk.server.handlers.peers import Peer, between_brokers
 from pk.server.handlers.tier import TierRequests
 from pk.server.replica.context import Environment
 from pk.wire import frames
@@ -24,7 +25,10 @@ from pk.world import Stream
 
 
 class ControlStream:
-    """One accepted control stream."""
+    """One accepted control stream.
+
+    `between`: the requests that only other brokers may send, by name.
+    """
 
     def __init__(
         self,
@@ -36,7 +40,9 @@ class ControlStream:
         offsets: OffsetRequests,
         descriptions: PartitionDescriptions,
         tier: TierRequests,
+        between: Mapping[str, Handler],
         stream: Stream,
+        peer: Peer,
     ) -> None:
         self._env = env
         self._requests = metadata
@@ -45,7 +51,9 @@ class ControlStream:
         self._offsets = offsets
         self._descriptions = descriptions
         self._tier = tier
+        self._between = between
         self._stream = stream
+        self._peer = peer
         self._subscription = MetadataSubscription(metadata, progress, stream)
 
     async def serve(self) -> None:
@@ -85,6 +93,8 @@ class ControlStream:
             "upgrade_cluster": admin.forward,
             "confirm_clock": self._confirm_clock,
         }
+        for name, handler in self._between.items():
+            table[name] = between_brokers(self._peer, name, handler)
         return {name: self._counted(name, handler) for name, handler in table.items()}
 
     def _counted(

@@ -68,6 +68,12 @@ class ControllerChannel(ControllerContact, Protocol):
         ...
 
 
+class InterBrokerCalls(Protocol):
+    """Calls of the brokers by their id (broker/broker_channels.py)."""
+
+    async def call(self, node_id: NodeId, request: Message, timeout_ms: int) -> Any: ...
+
+
 class BrokerClocks(Protocol):
     """The clock of appends (broker/clock_watch.py)."""
 

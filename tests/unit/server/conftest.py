@@ -23,6 +23,7 @@ from pk.server.broker.clock_watch import ClockWatch
 from pk.server.broker.core import BrokerCore
 from pk.server.broker.node import BrokerNode, BrokerStreams
 from pk.server.controller.node import ControllerNode
+from pk.server.handlers.peers import Peer
 from pk.server.metadata.image import PartitionState
 from pk.server.node.run_config import RunConfig
 from pk.server.replica.context import Environment
@@ -226,9 +227,10 @@ class Rig:
         vars(self.core.replicas).update(vars(HostedReplicas()))
 
     async def serve(self, kind: StreamKind, stream: Stream) -> None:
-        if await accept_stream(stream, wire.HelloReply(protocol=PROTOCOL)) is None:
+        said = await accept_stream(stream, wire.HelloReply(protocol=PROTOCOL))
+        if said is None:
             return
-        await self.streams.handler(kind, stream).serve()
+        await self.streams.handler(kind, stream, Peer(said, lambda: False)).serve()
 
     def run(self, story: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Listen, then run the story; bugs fail the test."""
