@@ -77,6 +77,7 @@ WORLD_GENERIC = {
     "pk.server.broker",
     "pk.server.controller.active",
     "pk.server.controller.node",
+    "pk.server.controller.requested_elections",
     "pk.server.handlers",
     "pk.server.metadata.snapshot_generator",
     "pk.server.raft.log",

@@ -41,6 +41,7 @@ from pk.server.controller.events import EVENT
 from pk.server.controller.leader_rebalancer import LeaderRebalancer
 from pk.server.controller.machine import Command, Controller
 from pk.server.controller.reports import Report, Reports, reported
+from pk.server.controller.requested_elections import RequestedElections
 from pk.server.controller.sessions import Session, Sessions
 from pk.server.metadata.image import BROKER_RESOURCE, MetadataImage
 from pk.server.metadata.records import MetadataRecord
@@ -109,11 +110,14 @@ class ActiveController:
         self._moves_may_end = True  #: a reassignment may be complete now (A3)
         self._ends: dict[NodeId, int] = {}  #: commands under way that end a registration (A4)
         self._losing: frozenset[PartitionKey] = frozenset()  #: an unclean election is allowed
-        self._asked: dict[PartitionKey, None] = {}  #: an operator asks for an unclean election
         self._moves: deque[PartitionKey] = deque()  #: leaderships to move to the preferred leader
         self._balance_ms = 0
         self._rebalancer = LeaderRebalancer()
         self._levels: dict[NodeId, int] = {}  #: levels of `pk.format` that voters know (Q6)
+        wait_ms = 3 * int(run.server["broker_heartbeat_interval_ms"]) + RETRY_MS
+        self._requested = RequestedElections(
+            world.clock, self._ask, lambda: self._image, self._known, wait_ms
+        )
 
     @property
     def machine(self) -> Controller:
@@ -232,7 +236,7 @@ class ActiveController:
             return reply
 
         async def elect_leaders(request: Any, _frame: frames.Frame) -> Any:
-            return await self._elect_leaders(request)
+            return await self._requested.elect(request)
 
         return {
             "register_broker": register,
@@ -294,7 +298,8 @@ class ActiveController:
             self.sessions.heartbeat(who, request.broker_epoch, stream, now_ms)
             self.clocks.observe(who, request.clock, clock.boottime_ms(), broker=True)
         retry = self._hear(request) if known else ()
-        unclean = self._losing.union(self._asked) if self._asked else self._losing
+        asked = self._requested.unclean
+        unclean = self._losing.union(asked) if asked else self._losing
         command = commands.Heartbeat(request, self._known(), retry, unclean)
         if known and (settled := self._settled(command)) is not None:
             return self._with_clocks(settled, came_ms)
@@ -547,52 +552,3 @@ class ActiveController:
             self._rebalancer.handed_over(self._image, moved, now_ms)
             if moved:
                 self._say("handed_over", broker=who, reason=reason, moved=len(moved))
-
-    # -- elections asked for (KIP-460) ------------------------------------------------------------
-
-    async def _elect_leaders(self, request: wire.ElectLeadersRequest) -> wire.ElectLeadersReply:
-        """Elect leaders as an operator asks (KIP-460), in decisions of bounded size.
-
-        An unclean election waits until the replicas have reported their log ends.
-        """
-        keys = [PartitionKey(each.topic_id, each.partition) for each in request.partitions]
-        if not request.partitions:
-            found = self.machine.leaderless if request.unclean else leaders.imbalanced(self._image)
-            keys = list(found)
-        keys = list(dict.fromkeys(keys))
-        reply = wire.ElectLeadersReply()
-        if request.unclean:
-            self._asked.update(dict.fromkeys(keys))
-        try:
-            for start in range(0, len(keys), leaders.MOVES_MAX):
-                chunk = keys[start : start + leaders.MOVES_MAX]
-                part = await self._elect_some(chunk, unclean=request.unclean)
-                reply.results.extend(part.results)
-                reply.metadata_offset = part.metadata_offset
-        finally:
-            for key in keys:
-                self._asked.pop(key, None)
-        return reply
-
-    async def _elect_some(
-        self, keys: Sequence[PartitionKey], *, unclean: bool
-    ) -> wire.ElectLeadersReply:
-        wait_ms = 3 * int(self._run.server["broker_heartbeat_interval_ms"]) + RETRY_MS
-        until_ms = self._world.clock.monotonic_ms() + wait_ms
-        done: dict[PartitionKey, wire.ReassignmentResult] = {}
-        left = list(keys)
-        while True:
-            request = wire.ElectLeadersRequest(unclean=unclean)
-            for key in left:
-                request.partitions.add(topic_id=key.topic_id, partition=key.partition)
-            reply = await self._ask(commands.ElectLeaders(request, self._known()))
-            done.update(zip(left, reply.results, strict=True))
-            late = self._world.clock.monotonic_ms() >= until_ms
-            pending = errors.EligibleLeadersNotAvailable.code
-            left = [key for key in left if done[key].error.code == pending]
-            if not left or late:
-                break
-            await self._world.clock.sleep_ms(TICK_MS)
-        answer = wire.ElectLeadersReply(metadata_offset=reply.metadata_offset)
-        answer.results.extend(done[key] for key in dict.fromkeys(keys))
-        return answer
