@@ -405,7 +405,7 @@ class DataLoss(UserError):
 
 
 class ProducerFenced(UserError):
-    """A newer instance of this producer took over."""
+    """A newer instance of this producer took over: close this one."""
 
     code = 90
 
@@ -423,29 +423,25 @@ class RegistryError(UserError):
 
 
 class InvalidTxnState(UserError):
-    """The call does not fit the state of the producer's transaction, for example a commit without
-    begin.
-    """
+    """The call does not fit the state of the transaction: first call what the message names."""
 
     code = 48
 
 
 class TransactionAborted(UserError):
-    """The transaction was aborted: the caller begins another one and sends its records again."""
+    """The transaction was aborted, or failed: call abort_transaction, then begin and send again."""
 
     code = 1060
 
 
 class TransactionTimedOut(TransactionAborted):
-    """The transaction was open longer than transaction_timeout_ms, and the coordinator aborted
-    it.
-    """
+    """Aborted by the coordinator after transaction_timeout_ms: abort, then begin and send again."""
 
     code = 1061
 
 
 class InvalidTransactionTimeout(UserError):
-    """The transaction timeout is above transaction_max_timeout_ms of the brokers, or below 1."""
+    """transaction_timeout_ms is above the brokers' transaction_max_timeout_ms, or below 1."""
 
     code = 50
 
