@@ -233,6 +233,11 @@ class RecordAccumulator:
             self.closed = error
             self._seal()
 
+    def reopen(self) -> None:
+        """Accept records again, unless an error concerns the whole producer."""
+        with self.lock:
+            self.closed = None
+
     # -- either ------------------------------------------------------------------------------------
 
     def split(

@@ -28,6 +28,9 @@ NOT_STORED = (
     errors.FencedLeaderEpoch, errors.UnknownLeaderEpoch, errors.ThrottledError,
     errors.StorageFull, errors.UnknownTopicId,
     errors.BrokerUnavailable, errors.ControllerUnavailable,  # shutting down; rule R6
+    # the leader could not verify the transaction (rule X6)
+    errors.ConcurrentTransactions, errors.CoordinatorLoading, errors.CoordinatorUnavailable,
+    errors.NotCoordinator,
 )  # fmt: skip
 #: Errors that say the leader or the topic changed: the client refreshes its metadata.
 STALE = (

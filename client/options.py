@@ -37,6 +37,8 @@ def _aliased(given: Mapping[str, Any]) -> dict[str, Any]:
     renamed: dict[str, Any] = {}
     for name, value in given.items():
         key = name.strip().lower().replace(".", "_").replace("-", "_")
+        if key == "transactional_id" and value is None:
+            continue
         key = ALIASES.get(key, name)
         if key in renamed:
             raise errors.InvalidConfig(f"{key} is given twice", option=key)
@@ -55,13 +57,17 @@ def producer_options(given: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
     """Return every producer option, and whether the producer is idempotent (rule L6)."""
     renamed = _aliased(given)
     parsed = PRODUCER.parse(renamed)
-    _refuse(PRODUCER, parsed, "transactional_id", "transactions")
     acks = parsed.get("acks", "all")
     if acks in ("0", "1"):
         if parsed.get("enable_idempotence"):
             raise errors.InvalidConfig(
                 f"enable_idempotence needs acks=all, not acks={acks}: drop one of the two",
                 option="enable_idempotence",
+            )
+        if parsed.get("transactional_id"):
+            raise errors.InvalidConfig(
+                f"transactional_id needs acks=all, not acks={acks}: drop one of the two",
+                option="transactional_id",
             )
         renamed = {**parsed, "enable_idempotence": False}
     options = PRODUCER.resolve(renamed)

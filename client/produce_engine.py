@@ -11,6 +11,8 @@ Invariants
   E3  Memory is released exactly once per slice, when its outcome is known.
   E4  Records of a topic that the metadata do not contain wait in its accumulator, in order, until
       the topic appears.  They fail after `max_block_ms`, at most `delivery_timeout_ms`.
+  E5  A producer with a transactional id accepts records in a transaction only.  A record that was
+      accepted and fails, fails the transaction.
 """
 
 from __future__ import annotations
@@ -31,13 +33,15 @@ from pk.client.partitioner import Sticky
 from pk.client.producer_batch import InFlightRequest, PartitionResponse, ProducerBatch
 from pk.client.record_set import RecordSet, resolve
 from pk.client.rows import batch_limit
-from pk.client.sender import (
+from pk.client.sender import Sender
+from pk.client.sender_events import (
     Append,
+    BeginTransaction,
     ConnectionLost,
+    FailTransaction,
     ForceClose,
     ProduceResponse,
     ProducerIdGranted,
-    Sender,
     SenderEvent,
     Wakeup,
 )
@@ -82,6 +86,10 @@ class ProduceEngine:
         self.monitor = Monitor()  #: notified when a record's outcome is known
         self.accumulators: dict[str, RecordAccumulator] = {}
         self.fatal: errors.PkError | None = None
+        #: called after each step of the machine that may change the state of a transaction
+        self.on_step: Callable[[], None] | None = None
+        self._refusal: errors.PkError | None = None  #: records are refused with it (E5)
+        self._discarding: errors.PkError | None = None  #: accepted records fail with it
         self._open_ms = min(OPEN_MS, float(options["linger_ms"]))
         self._topic_wait_ms = min(options["max_block_ms"], options["delivery_timeout_ms"])
         self._sender = Sender(options, cluster.metadata, world.rng)
@@ -117,6 +125,8 @@ class ProduceEngine:
             found = self.accumulators[topic] = RecordAccumulator(
                 topic, self.options, sticky, self.pool, self.monitor, self.world.clock
             )
+            if self._refusal is not None:
+                found.close(self._refusal)
         return found
 
     def poke(self, *, flush: bool = False) -> None:
@@ -140,6 +150,52 @@ class ProduceEngine:
         self.poke(flush=True)
         waiting = [list(accumulator.sealed) for accumulator in self.accumulators.values()]
         return [*self._outstanding.values(), *itertools.chain(*waiting)]
+
+    # -- transactions (client/transaction_engine) --------------------------------------------------
+
+    @property
+    def handed(self) -> bool:
+        """Whether a broker may have got a batch of the transaction."""
+        return self._sender.handed
+
+    @property
+    def failed(self) -> errors.PkError | None:
+        """Return the error of the first batch of the transaction that failed."""
+        return self._sender.failed
+
+    @property
+    def settled(self) -> bool:
+        """Whether every accepted record has an outcome, and no batch waits for an answer."""
+        return (
+            not self._outstanding
+            and self._sender.idle
+            and all(not each.sealed and each.open is None for each in self.accumulators.values())
+        )
+
+    def begin_transaction(self, producer_id: int, epoch: int) -> None:
+        """Accept records again; they are sent under this pair, from sequence 0 on (X1)."""
+        self._discarding = self._refusal = None
+        self.step(BeginTransaction(producer_id, epoch))
+        for accumulator in self.accumulators.values():
+            accumulator.reopen()
+
+    def refuse(self, error: errors.PkError | None) -> None:
+        """Refuse records with `error` until the next transaction begins."""
+        self._refusal = error
+        for accumulator in self.accumulators.values():
+            if error is not None:
+                accumulator.close(error)
+
+    def discard(self, error: errors.PkError) -> None:
+        """Refuse records, and fail those accepted, unless a broker may have got them."""
+        self.refuse(error)
+        self._discarding = error
+        self.step(FailTransaction(error))
+        self.poke()
+
+    def fail(self, error: errors.PkError) -> None:
+        """Fail all records; nothing can be sent any more."""
+        self.step(ForceClose(error))
 
     async def close(self, error: errors.PkError | None = None) -> None:
         """Fail all unresolved records and end the streams."""
@@ -169,7 +225,7 @@ class ProduceEngine:
         while accumulator.sealed:
             topic = metadata.topics.get(name)
             until_ms = accumulator.sealed[0].opened_ms + self._topic_wait_ms
-            if topic is None and lacks and until_ms > now_ms:
+            if topic is None and lacks and until_ms > now_ms and self._discarding is None:
                 if "topic" not in self._timers:
                     self.cluster.want_metadata()
                     self._set_timer(
@@ -178,6 +234,8 @@ class ProduceEngine:
                 return
             records = accumulator.sealed.popleft()
             try:
+                if self._discarding is not None:
+                    raise self._discarding
                 if topic is None:
                     raise given_up(problem) if lacks else problem
                 if records.slices is None:
@@ -196,6 +254,8 @@ class ProduceEngine:
         """Fail records that were not handed to the machine."""
         self.pool.release(records.size)
         records.fail(error)
+        if self.on_step is not None and self.fatal is None:
+            self.step(FailTransaction(error))  # E5
 
     def _on_metadata(self) -> None:
         for stream in list(self._streams.values()):
@@ -222,6 +282,8 @@ class ProduceEngine:
                 while accumulator.sealed:
                     self._fail(accumulator.sealed.popleft(), error)
             self.pool.close(error)
+        if self.on_step is not None and not isinstance(event, Append):
+            self.on_step()
 
     def _perform(self, effect: Effect) -> None:
         if isinstance(effect, Send):

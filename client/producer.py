@@ -14,7 +14,7 @@ have returned.  A producer does not survive a fork.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pyarrow as pa
@@ -28,22 +28,25 @@ from pk.client.metadata import TopicMetadata
 from pk.client.network_client import NetworkClient
 from pk.client.options import bootstrap_of, producer_options
 from pk.client.produce_engine import ProduceEngine
+from pk.client.producer_transactions import ProducerTransactions
 from pk.client.record_set import Headers, OnDelivery, RecordSet
 from pk.client.rows import normalise
 from pk.client.serializers import serializer
+from pk.client.transaction_engine import TransactionEngine
 from pk.clock import monotonic_s
 from pk.log.batch import TIMESTAMP_MS_MAX
 
 _CLOSE_S = 30.0
 
 
-class Producer:
+class Producer(ProducerTransactions):
     """Sends records to topics.  Safe to share between threads.
 
     bootstrap: "host:port,…", or a list of addresses.
     key_serializer, value_serializer: "string", "json", `f(value)` or `f(topic, value)`; None takes
     bytes.
-    options: the producer settings of docs/settings.md; Kafka's dotted names are accepted.
+    options: the producer settings of docs/settings.md; Kafka's dotted names are accepted.  With
+    transactional_id, records are sent in transactions (docs/transactions.md).
 
     Raises `InvalidOption` or `InvalidConfig` for an option that is unknown or out of bounds.
 
@@ -84,6 +87,11 @@ class Producer:
                 retry_backoff_max_ms=o["retry_backoff_max_ms"],
             )  # fmt: skip
             self._engine = ProduceEngine(world, self._cluster, o, compute=self._thread.compute)
+            self._transactions = (
+                TransactionEngine(world, self._cluster, self._engine, o)
+                if o["transactional_id"]
+                else None
+            )
         except BaseException:
             connection.release(self._thread)
             raise
@@ -162,6 +170,7 @@ class Producer:
         timestamp_ms: int | None, on_delivery: OnDelivery | None,
     ) -> SendFuture:  # fmt: skip
         """The whole of `send`: serializers, checks, memory, a new record set."""
+        self._check_send()
         if type(topic) is not str:  # the topic may be unhashable
             topic = arguments.topic(topic)
         if on_delivery is not None:
@@ -257,6 +266,7 @@ class Producer:
         The batch is split by partition and by batch_size without touching a row.  Raises what
         `send` raises.
         """
+        self._check_send()
         if type(topic) is not str:  # the topic may be unhashable
             topic = arguments.topic(topic)
         if isinstance(batch, pa.Table):
@@ -306,7 +316,8 @@ class Producer:
         """The producer id and epoch that the broker granted last.  They are (-1, -1) without
         idempotence, and until the first batch needs them.
 
-        A partition that closes a gap continues in a later epoch of its own (KIP-360).
+        A partition that closes a gap continues in a later epoch of its own (KIP-360).  With a
+        transactional id, they are those of the last transaction that began.
         """
         return self._engine.identity
 
@@ -336,8 +347,8 @@ class Producer:
     def close(self, timeout_s: float | None = _CLOSE_S) -> None:
         """Flush for up to `timeout_s` seconds, fail what is left with `ClosedError`, disconnect.
 
-        Idempotent.  All callbacks have returned then, unless they take so long that a warning is
-        logged.  Raises `InvalidRequest` in a callback.
+        An open transaction is aborted instead.  Idempotent.  All callbacks have returned then,
+        unless they take so long that a warning is logged.  Raises `InvalidRequest` in a callback.
         """
         self._thread.must_not_block()
         if timeout_s is not None:
@@ -345,9 +356,12 @@ class Producer:
         if self._closed:
             return
         try:
-            if timeout_s is None or timeout_s > 0:
+            if self._transactions is not None and timeout_s != 0:
+                limit_s = _CLOSE_S if timeout_s is None else timeout_s
+                self._thread.run(self._transactions.finish(int(limit_s * 1000)), limit_s)
+            elif timeout_s is None or timeout_s > 0:
                 self.flush(timeout_s)
-        except (TimeoutError, errors.ClosedError):
+        except (TimeoutError, errors.ClosedError, errors.RequestTimedOut):
             pass
         finally:
             self._end()
@@ -360,6 +374,8 @@ class Producer:
         self._accumulators.clear()
         connection.closed(self)
         try:
+            if self._transactions is not None:
+                self._thread.finish(self._transactions.close())
             self._thread.finish(self._engine.close())
         finally:
             connection.release(self._thread)
@@ -369,17 +385,6 @@ class Producer:
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self.close(_CLOSE_S if error is None else 1.0)
-
-    # -- not in this build -------------------------------------------------------------------------
-
-    def _transactions(self, *_arguments: Any, **_options: Any) -> Any:
-        raise errors.UnsupportedFeature("transactions are not in this build")
-
-    init_transactions: Callable[..., Any] = _transactions
-    begin_transaction: Callable[..., Any] = _transactions
-    send_offsets_to_transaction: Callable[..., Any] = _transactions
-    commit_transaction: Callable[..., Any] = _transactions
-    abort_transaction: Callable[..., Any] = _transactions
 
 
 def _all_settled(left: list[RecordSet]) -> bool:

@@ -28,6 +28,7 @@ from pk.client.rows import int64_column
 from pk.log import batch as batches
 from pk.log.columns import encode
 from pk.log.storage import Buffer
+from pk.transactional_ids import is_transactional
 from pk.types import NONE, PartitionKey
 
 #: A time later than every deadline.
@@ -78,7 +79,7 @@ class ProducerBatch:
             self.encoded = encode(
                 rows, codec=codec, level=level, default_timestamp=stamp,
                 producer_id=self.producer_id, producer_epoch=self.epoch,
-                base_sequence=self.sequence,
+                base_sequence=self.sequence, transactional=is_transactional(self.producer_id),
             )  # fmt: skip
             for each in self.slices:
                 each.rows = None  # the encoded bytes replace the rows
@@ -183,6 +184,10 @@ class PartitionBatches:
     @property
     def idle(self) -> bool:
         return not self.unresolved and not self.waiting
+
+    @property
+    def pair(self) -> tuple[int, int]:
+        return self.producer_id, self.epoch
 
     def add(self, more: RecordSlice, batch_size: int) -> None:
         """Add a slice to the last waiting batch, or to a new one if that has no room (A1, A2)."""

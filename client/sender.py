@@ -29,6 +29,9 @@ Invariants
       (`_free_ms`).  A partition has batches in flight to one broker only: the leader that the
       metadata name.
   N4  Every slice is resolved: stored, failed, or DeliveryTimedOut after delivery_timeout_ms.
+  N5  With a transactional id, each transaction has a pair (producer id, epoch) of its own, and the
+      sender never changes it.  After the first batch that failed, no other batch of the transaction
+      is sent (`_abandon`).
 """
 
 from __future__ import annotations
@@ -36,7 +39,6 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -52,11 +54,23 @@ from pk.client.producer_batch import (
     ProducerBatch,
     Retry,
 )
-from pk.client.record_set import RecordSlice
+from pk.client.sender_events import (
+    Append,
+    BeginTransaction,
+    ConnectionLost,
+    FailTransaction,
+    ForceClose,
+    ProduceResponse,
+    ProducerIdGranted,
+    SenderEvent,
+    Wakeup,
+)
 from pk.effects import Effect, Publish, Respond, Send, SetTimer
 from pk.types import NONE, PartitionKey
 
 EPOCH_MAX = 2**15 - 1
+#: A leader or its coordinator knows a newer epoch of the producer.
+FENCED = (errors.InvalidProducerEpoch, errors.ProducerFenced)
 #: How long an old leader may still answer for a batch that cannot be sent again.
 MOVED_GRACE_MS = 1_000
 #: The first back-off from a leader that has not learned of its election yet.
@@ -65,59 +79,6 @@ EARLY_MS = 20
 STUCK_MS = 500
 #: `_offer` returns this for "offer this partition once more": it is not a time.
 _AGAIN = -1
-
-# -- events ----------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class Append:
-    """A slice for a partition whose batches have at most `batch_size` bytes."""
-
-    key: PartitionKey
-    records: RecordSlice
-    batch_size: int
-
-
-@dataclass(slots=True)
-class ProduceResponse:
-    """Responses for batches of a request; several may come for one request (rule L7)."""
-
-    correlation_id: int
-    partitions: Sequence[PartitionResponse]
-
-
-@dataclass(slots=True)
-class ConnectionLost:
-    """The stream to a broker ended; the requests `unsent` were never written to it."""
-
-    node: int
-    error: errors.PkError
-    unsent: frozenset[int] = frozenset()
-
-
-@dataclass(slots=True)
-class ProducerIdGranted:
-    """The answer to `Publish("producer_id")`."""
-
-    producer_id: int
-    epoch: int
-
-
-@dataclass(slots=True)
-class ForceClose:
-    """Nothing more can be sent: the producer closes, or met an error that concerns all batches."""
-
-    error: errors.PkError
-
-
-@dataclass(slots=True)
-class Wakeup:
-    """A timer expired, the metadata changed, or a flush began."""
-
-    flush: bool = False
-
-
-SenderEvent = Append | ProduceResponse | ConnectionLost | ProducerIdGranted | ForceClose | Wakeup
 
 # -- the machine -----------------------------------------------------------------------------------
 
@@ -132,6 +93,9 @@ class Sender:
         self.fatal: errors.PkError | None = None
         self.granted = (NONE, NONE)  #: producer id and epoch as granted last; replaced as a whole
         self._idempotent: bool = options["enable_idempotence"]
+        self._transactional = bool(options["transactional_id"])
+        self.handed = False  #: a batch of the transaction was put into a request
+        self.failed: errors.PkError | None = None  #: the first error of the transaction
         self._max_in_flight: int = options["max_in_flight"]
         self._request_timeout_ms: int = options["request_timeout_ms"]
         self._delivery_timeout_ms: int = options["delivery_timeout_ms"]
@@ -153,6 +117,7 @@ class Sender:
             Append: self._on_append, ProduceResponse: self._on_response,
             ConnectionLost: self._on_lost, ProducerIdGranted: self._on_producer_id,
             ForceClose: self._on_close, Wakeup: self._on_wakeup,
+            BeginTransaction: self._on_begin, FailTransaction: self._on_fail,
         }  # fmt: skip
 
     def step(self, event: SenderEvent, now_ms: int) -> Sequence[Effect]:
@@ -185,6 +150,19 @@ class Sender:
     def _on_producer_id(self, event: ProducerIdGranted, now_ms: int) -> None:
         self._producer_id, self._epoch = self.granted = event.producer_id, event.epoch
         self._id_wanted = False
+
+    def _on_begin(self, event: BeginTransaction, now_ms: int) -> None:
+        assert self.idle, "the transaction before has ended"
+        self._producer_id, self._epoch = self.granted = event.producer_id, event.epoch
+        self.handed, self.failed = False, None
+
+    def _on_fail(self, event: FailTransaction, now_ms: int) -> None:
+        self.failed = self.failed or event.error
+
+    @property
+    def idle(self) -> bool:
+        """Whether every batch has an outcome, and none waits for an answer."""
+        return all(partition.idle for partition in self._active.values())
 
     def _on_response(self, event: ProduceResponse, now_ms: int) -> None:
         request = self._in_flight.get(event.correlation_id)
@@ -239,6 +217,8 @@ class Sender:
         elif isinstance(error, errors.OutOfOrderSequence | errors.UnknownProducerId):
             batch.unknown_epoch = None  # the broker does not have this batch
             self._out_of_order(batch, error, response.log_start, now_ms)
+        elif isinstance(error, FENCED) and self._transactional:
+            self._failed(batch, error)
         elif isinstance(error, errors.InvalidProducerEpoch) and self._idempotent:
             batch.unknown_epoch = None
             self._producer_id = NONE  # this producer id is unusable: request another
@@ -308,6 +288,9 @@ class Sender:
         """
         partition = batch.partition
         if partition.unresolved[0] is batch and not partition.gap:
+            if self._transactional:  # N5
+                self._failed(batch, error)
+                return
             forgotten = isinstance(error, errors.UnknownProducerId) or (
                 # retention or delete-records removed the earlier batches
                 log_start > partition.acked_offset
@@ -331,6 +314,29 @@ class Sender:
     def _respond(self, batch: ProducerBatch, response: PartitionResponse) -> None:
         if not batch.expired:  # otherwise its futures have an outcome already
             self._effects.append(Respond(batch, response))
+            if response.error is not None and self._transactional:
+                self.failed = self.failed or response.error
+
+    def _abandon(self) -> None:
+        """Fail every batch of the failed transaction that is in no request, and those in a request
+        to a broker that leads the partition no more.  A leader refuses them once the transaction is
+        aborted (X1).
+        """
+        assert self.failed is not None
+        error: errors.PkError = self.failed
+        if not isinstance(error, errors.TransactionAborted):
+            error = errors.TransactionAborted(
+                f"another record of the transaction failed: {error.message}; call abort_transaction"
+            )
+        for partition in self._active.values():
+            leader = self.metadata.leader(partition.key)
+            for batch in [*partition.unresolved, *partition.waiting]:
+                if batch.request is not None and leader is not None:
+                    if batch.request.node == leader.node:
+                        continue
+                    self._take_back(batch)
+                if batch.request is None:
+                    self._failed(batch, error)
 
     # -- leaders and epochs ------------------------------------------------------------------------
 
@@ -364,6 +370,8 @@ class Sender:
         """
         if not partition.gap:
             return True
+        if self._transactional:  # N5
+            return False
         if any(batch.request is not None or batch.unknown for batch in partition.unresolved):
             return False
         if partition.producer_id == self._producer_id and partition.epoch < EPOCH_MAX:
@@ -445,6 +453,8 @@ class Sender:
     def _pump(self, now_ms: int) -> None:
         """Send every batch that may be sent, and set the timer for the others."""
         wake = FAR_MS
+        if self.failed is not None:
+            self._abandon()
         if self._idempotent and self._producer_id == NONE and self._active:
             self._want_id()
         candidates = list(self._active)
@@ -512,6 +522,7 @@ class Sender:
             if self._idempotent:
                 partition.number_batch(batch)
         request.add(batch, leader.epoch)
+        self.handed = True
         return _AGAIN
 
     def _without_leader(self, partition: PartitionBatches, now_ms: int) -> int:
@@ -529,6 +540,8 @@ class Sender:
         self, partition: PartitionBatches, now_ms: int
     ) -> tuple[ProducerBatch | None, int]:
         """Return the next batch to send; without one, when one will be ready."""
+        if self._transactional and partition.pair != self.granted:
+            partition.begin_epoch(*self.granted)  # N5; all batches before have an outcome
         whole = self._mend(partition)
         for batch in partition.unresolved:
             if batch.request is None and (whole or batch.unknown):

@@ -69,6 +69,7 @@ WORLD_GENERIC = {
     "pk.client.fetch_engine",
     "pk.client.offsets",
     "pk.client.produce_engine",
+    "pk.client.transaction_engine",
     "pk.tiering.file_checker",
     "pk.tiering.log_reading",
     "pk.tiering.reader",

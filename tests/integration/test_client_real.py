@@ -399,7 +399,7 @@ def test_batches_carry_offsets_and_types(server: EmbeddedServer, topic: str) -> 
         ({"acks": "2"}, errors.InvalidConfig, "acks is one of"),
         ({"linger.ms": -1}, errors.InvalidConfig, "at least 0"),
         ({"acks": 1, "enable_idempotence": True}, errors.InvalidConfig, "needs acks=all"),
-        ({"transactional_id": "t"}, errors.UnsupportedFeature, "transactions"),
+        ({"transactional_id": "t", "acks": 1}, errors.InvalidConfig, "needs acks=all"),
         ({"batch_size": 1 << 20, "buffer_memory": 1 << 16}, errors.InvalidConfig, "batch_size"),
         ({"linger_ms": 1, "linger.ms": 1}, errors.InvalidConfig, "given twice"),
     ],
@@ -419,7 +419,7 @@ def test_what_is_not_built_says_so() -> None:
     with Consumer("127.0.0.1:1") as consumer, pytest.raises(errors.UnsupportedFeature):
         consumer.commit()
     with Producer("127.0.0.1:1") as producer, pytest.raises(errors.UnsupportedFeature):
-        producer.init_transactions()
+        producer.send_offsets_to_transaction({}, None)
     with pytest.raises(errors.InvalidOption, match="HOST:PORT"):
         Producer("nohost:port")
 

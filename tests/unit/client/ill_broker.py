@@ -158,10 +158,14 @@ class World:
 TIMES = {"request_timeout_ms": 300, "retry_backoff_ms": 10, "retry_backoff_max_ms": 50}
 
 
-def make_producer() -> Producer:
+def make_producer(**more: Any) -> Producer:
     return Producer(
-        "b1:9292", max_block_ms=LIMIT_MS, delivery_timeout_ms=LIMIT_MS, linger_ms=0, **TIMES
+        "b1:9292", max_block_ms=LIMIT_MS, delivery_timeout_ms=LIMIT_MS, linger_ms=0, **TIMES, **more
     )
+
+
+def make_transactional() -> Producer:
+    return make_producer(transactional_id="id")
 
 
 def make_consumer() -> Consumer:
