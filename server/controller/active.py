@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from pk import errors
 from pk.effects import Effect, Publish
 from pk.running_since import RunningSince
-from pk.server.controller import commands, leaders, reassignments
+from pk.server.controller import commands, internal_topics, leaders, reassignments
 from pk.server.controller.batched_decision import CHANGES_MAX, UNCLEAN_ELECTION, More
 from pk.server.controller.clocks import Clocks
 from pk.server.controller.config_changes import MIN_ISR, UNKNOWN
@@ -114,6 +114,7 @@ class ActiveController:
         self._balance_ms = 0
         self._rebalancer = LeaderRebalancer()
         self._levels: dict[NodeId, int] = {}  #: levels of `pk.format` that voters know (Q6)
+        self._raise_due_ms: int | None = 0  #: when replicas are added to internal topics
         wait_ms = 3 * int(run.server["broker_heartbeat_interval_ms"]) + RETRY_MS
         self._requested = RequestedElections(
             world.clock, self._ask, lambda: self._image, self._known, wait_ms
@@ -242,6 +243,7 @@ class ActiveController:
             "register_broker": register,
             "broker_heartbeat": heartbeat,
             "create_topics": asks(self._create_topics),
+            "create_internal_topic": asks(commands.CreateInternalTopic),
             "delete_topics": asks(commands.DeleteTopics),
             "tier_purged": asks(commands.TierPurged),
             "create_partitions": asks(commands.CreatePartitions),
@@ -309,6 +311,7 @@ class ActiveController:
             now = self._image.brokers.get(who)
             if broker is not None and broker.fenced and now is not None and not now.fenced:
                 self._try_elections()  # the elections that this decision had no room for
+                self._raise_due_ms = 0
 
     def voter_fetched(self, request: wire.QuorumFetchRequest) -> None:
         """Note the clock and the level that another controller sent with its fetch (rules L10,
@@ -424,6 +427,7 @@ class ActiveController:
             await self._recover(clock.monotonic_ms())
             await self._hand_over(clock.monotonic_ms())
             await self._balance(clock.monotonic_ms())
+            await self._raise_replication(clock.monotonic_ms())
 
     async def _fence_silent(self, late_ms: int) -> None:
         """Fence the brokers whose session has expired (rule R7).
@@ -552,3 +556,22 @@ class ActiveController:
             self._rebalancer.handed_over(self._image, moved, now_ms)
             if moved:
                 self._say("handed_over", broker=who, reason=reason, moved=len(moved))
+
+    async def _raise_replication(self, now_ms: int) -> None:
+        """Add replicas to internal topics after brokers became available; one decision a turn."""
+        if self._raise_due_ms is None or now_ms < self._raise_due_ms:
+            return
+        self._raise_due_ms = None
+        if next(internal_topics.short(self._image), None) is None:
+            return
+        try:
+            raised = await self._ask(commands.RaiseReplication(self._known()))
+        except errors.RetriableError as failure:
+            self._raise_due_ms = now_ms + RETRY_MS
+            self._say("raise_replication_failed", why=failure.message)
+            return
+        if raised.again:
+            self._raise_due_ms = now_ms + RETRY_MS
+        if raised.partitions:
+            topics = self._topics_of(raised.partitions)
+            self._say("replication_raised", topics=topics, partitions=len(raised.partitions))

@@ -156,6 +156,20 @@ class CreateTopics:
 
 
 @dataclass(slots=True, frozen=True)
+class CreateInternalTopic:
+    """Create a topic of pk's own for a broker that needs it."""
+
+    request: wire.CreateInternalTopicRequest
+
+
+@dataclass(slots=True, frozen=True)
+class RaiseReplication:
+    """Add replicas to internal topics, as far as brokers are available."""
+
+    reports: Reports = field(default_factory=dict)
+
+
+@dataclass(slots=True, frozen=True)
 class DeleteTopics:
     request: wire.DeleteTopicsRequest
 

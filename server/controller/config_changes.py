@@ -18,6 +18,7 @@ from pk.server.controller.elections import PartitionChangeBuilder
 from pk.server.controller.topics import cluster_base
 from pk.server.metadata.image import BROKER_RESOURCE, TOPIC_RESOURCE, MetadataImage
 from pk.server.node.settings import as_text, check_settings
+from pk.topic_names import is_internal
 from pk.types import PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -54,6 +55,8 @@ def alter_configs(image: MetadataImage, rules: Rules, command: AlterConfigs) -> 
 def _change(image: MetadataImage, rules: Rules, change: wire.ConfigChange) -> list[Message]:
     kind, name = change.resource.type, change.resource.name
     _check_resource(image, kind, name)
+    if kind == TOPIC_RESOURCE and is_internal(name):
+        raise errors.InvalidTopic(f"topic {name} is pk's own: its settings are fixed", topic=name)
     stored = dict(image.configs.get((kind, name), {}))
     unset = [
         option if option in stored else settings.TOPIC.canonical(option) for option in change.unset

@@ -3,7 +3,7 @@
 `decide` reads the image and answers a command with records and a reply.  `apply` applies a record
 to the image.  The machine uses no clock but `now_ms`, no stream and no file.  Liveness of brokers
 arrives as commands (`sessions.py`), and commands carry fresh ids.  The decisions are in `brokers`,
-`leaders`, `reassignments`, `topics` and `config_changes`.
+`leaders`, `reassignments`, `topics`, `internal_topics` and `config_changes`.
 
 Invariants
   M1  `decide` never mutates.  Equal logs give equal machines (replay == image).
@@ -26,6 +26,7 @@ from pk.server.controller import (
     brokers,
     commands,
     config_changes,
+    internal_topics,
     leaders,
     levels,
     reassignments,
@@ -45,6 +46,8 @@ Command = (
     | commands.Fence
     | commands.Recover
     | commands.CreateTopics
+    | commands.CreateInternalTopic
+    | commands.RaiseReplication
     | commands.DeleteTopics
     | commands.TierPurged
     | commands.CreatePartitions
@@ -113,6 +116,8 @@ _DECISIONS: dict[type, Callable[[MetadataImage, Rules, Any], Out]] = {
     commands.Fence: brokers.fence,
     commands.Recover: brokers.recover,
     commands.CreateTopics: topics.create_topics,
+    commands.CreateInternalTopic: internal_topics.create_internal_topic,
+    commands.RaiseReplication: internal_topics.raise_replication,
     commands.DeleteTopics: topics.delete_topics,
     commands.TierPurged: topics.tier_purged,
     commands.CreatePartitions: topics.create_partitions,

@@ -54,7 +54,7 @@ _ASKED = (
     "register_broker", "broker_heartbeat", "create_topics", "delete_topics", "create_partitions",
     "alter_configs", "describe_configs", "allocate_producer_ids", "alter_partition",
     "alter_reassignments", "list_reassignments", "elect_leaders", "unregister_broker",
-    "tier_purged", "list_brokers", "describe_cluster", "upgrade_cluster",
+    "tier_purged", "list_brokers", "describe_cluster", "upgrade_cluster", "create_internal_topic",
 )  # fmt: skip
 
 #: Requests whose reply shows a broker that it is not fenced.  A leader that may have been replaced

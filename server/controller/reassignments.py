@@ -93,10 +93,10 @@ def _alter(batch: BatchedDecision, item: wire.Reassignment, *, force: bool) -> N
     if item.cancel:
         if not state.adding and not state.removing:
             raise errors.NoReassignmentInProgress(f"{_name(item)} is not being reassigned")
-        _assign(builder, state.original, batch.cluster, _name(item), force=force)
+        begin(builder, state.original, batch.cluster, _name(item), force=force)
     else:
         _check_target(image, tuple(item.replicas), _name(item))
-        _assign(builder, tuple(item.replicas), batch.cluster, _name(item), force=force)
+        begin(builder, tuple(item.replicas), batch.cluster, _name(item), force=force)
         builder.complete(batch.cluster, force=force)
     batch.keep(builder, topic)
 
@@ -126,15 +126,18 @@ def _check_target(image: MetadataImage, target: tuple[NodeId, ...], name: str) -
         raise errors.InvalidReplicaAssignment(f"{name}: broker {unknown[0]} is not registered")
 
 
-def _assign(
+def begin(
     builder: PartitionChangeBuilder,
     target: tuple[NodeId, ...],
     cluster: LeaderEligibility,
     name: str,
     *,
-    force: bool,
+    force: bool = False,
 ) -> None:
-    """Begin the move to `target`.  The original replicas as target cancel, in the order given."""
+    """Begin the move to `target`.  The original replicas as target cancel, in the order given.
+
+    Raises `InvalidReplicaAssignment`, `NotEnoughReplicas`; then `builder` is unchanged.
+    """
     original = builder.now.original
     adding = tuple(member for member in target if member not in original)
     removing = tuple(member for member in original if member not in target)

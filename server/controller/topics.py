@@ -6,6 +6,7 @@ completely or not at all, because a decision is one batch of the metadata log, w
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from google.protobuf.message import Message
@@ -30,7 +31,7 @@ from pk.server.metadata.image import (
     TopicState,
 )
 from pk.server.node.settings import check_settings
-from pk.topic_names import what_is_wrong
+from pk.topic_names import is_internal, what_is_wrong
 from pk.types import NodeId, TopicId
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -44,7 +45,7 @@ REPARTITIONED = (
 def check_name(name: str) -> None:
     """Raise `InvalidTopic`, which says what is wrong, for a name that Kafka's rules refuse."""
     wrong = what_is_wrong(name)
-    if not wrong and name.startswith("__"):
+    if not wrong and is_internal(name):
         wrong = "starts with '__', which is pk's own"
     if wrong:
         raise errors.InvalidTopic(f"topic name {name[:300]!r} {wrong}", topic=name[:300])
@@ -118,15 +119,40 @@ def _new_topic(
         raise errors.InvalidReplicationFactor(f"replication factor {factor}: at least one")
     values = check_settings(new.configs, cluster_base(image, rules))
     replicas = place(_candidates(image), count, factor, start)
+    return _records(image, new.name, topic_id, values, replicas)
+
+
+def _records(
+    image: MetadataImage,
+    name: str,
+    topic_id: TopicId,
+    values: Mapping[str, str],
+    replicas: Sequence[tuple[NodeId, ...]],
+) -> list[Message]:
+    """Return the records of a new topic's settings and partitions."""
     bodies: list[Message] = [
         wire.ConfigRecord(
-            resource_type=TOPIC_RESOURCE, resource_name=new.name, name=name, value=values[name]
+            resource_type=TOPIC_RESOURCE, resource_name=name, name=option, value=values[option]
         )
-        for name in sorted(values)
+        for option in sorted(values)
     ]
     for number, members in enumerate(replicas):
         bodies.append(_new_partition(image, topic_id, number, members))
     return bodies
+
+
+def internal_topic_records(
+    image: MetadataImage,
+    name: str,
+    topic_id: TopicId,
+    values: Mapping[str, str],
+    count: int,
+    factor: int,
+) -> list[Message]:
+    """Return all records of a new topic of pk's own.  Raises `BrokerUnavailable`."""
+    replicas = place(_candidates(image), count, factor, len(image.topics))
+    topic = wire.TopicRecord(name=name, topic_id=topic_id)
+    return [topic, *_records(image, name, topic_id, values, replicas)]
 
 
 def _or_default(value: int, default: int) -> int:
@@ -207,7 +233,7 @@ def _existing(image: MetadataImage, name: str) -> TopicState:
     if topic is None:
         raise errors.UnknownTopicOrPartition(f"topic {name[:300]} does not exist", topic=name[:300])
     if topic.internal:
-        raise errors.InvalidTopic(f"topic {name} is pk's own", topic=name)
+        raise errors.InvalidTopic(f"topic {name} is pk's own: clients can only read it", topic=name)
     return topic
 
 

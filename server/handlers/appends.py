@@ -13,6 +13,7 @@ from pk.server.broker.clock_watch import ClockWatch
 from pk.server.broker.hosted_partitions import HostedPartitions
 from pk.server.handlers.admission import Admission
 from pk.server.replica.delayed_produce import DelayedProduce
+from pk.topic_names import is_internal
 from pk.types import PartitionKey
 
 #: Refusals that follow from the state that the log has of a producer.
@@ -67,6 +68,11 @@ class Appends:
         """
         self._admission.check_append(delayed.acks)
         partition = self._partitions.find(key)
+        if is_internal(partition.topic):
+            raise errors.InvalidTopic(
+                f"{partition.topic} is pk's own: clients can read it and cannot produce to it",
+                topic=partition.topic,
+            )
         try:
             partition.append(header, batch, epoch, self._clocks.now(), delayed)
         except errors.InvalidRecord as refusal:

@@ -26,6 +26,7 @@ from pk.server.replica.corruption import CorruptionManager
 from pk.server.replica.leader import ACKS_ALL, Leader
 from pk.server.replica.partition import Partition
 from pk.server.tier.client import TierClient
+from pk.topic_names import is_internal
 from pk.types import NONE, Offset, PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -223,6 +224,11 @@ class OffsetRequests:
             )
             try:
                 partition = self._partitions.find(PartitionKey(item.topic_id, item.partition))
+                if is_internal(partition.topic):
+                    raise errors.InvalidTopic(
+                        f"{partition.topic} is pk's own: its records cannot be deleted",
+                        topic=partition.topic,
+                    )
                 leader = partition.serving()
                 leader.check_acks(ACKS_ALL)
                 if partition.settings["cleanup_policy"] == "compact":

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pk.server.metadata.image import MetadataImage
+from pk.topic_names import is_internal
 from pk.types import NONE, NodeId, PartitionKey
 
 
@@ -52,7 +53,7 @@ class MetadataCache:
 
     def is_tiered(self, topic: str, wanted: Mapping[str, Any]) -> bool:
         """Whether a topic with the settings `wanted` has a table in the tier."""
-        return self.tier_enabled and bool(wanted["tier_enable"]) and not topic.startswith("__")
+        return self.tier_enabled and bool(wanted["tier_enable"]) and not is_internal(topic)
 
     def address_of(self, node_id: NodeId) -> str:
         """Return the address at which this broker reaches another one; '' if unknown."""

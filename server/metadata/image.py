@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from pk import errors, formats, settings
+from pk.topic_names import is_internal
 from pk.types import NONE, NodeId, PartitionKey, TopicId
 from pk.wire import pk_pb2 as wire
 
@@ -132,7 +133,7 @@ class TopicState:
 
     @property
     def internal(self) -> bool:
-        return self.name.startswith("__")
+        return is_internal(self.name)
 
 
 @dataclass(slots=True)

@@ -9,6 +9,11 @@ from pk import limits
 _NAME = re.compile(r"[a-zA-Z0-9._-]+")
 
 
+def is_internal(name: str) -> bool:
+    """Whether the topic is pk's own.  Clients can read such a topic and cannot change it."""
+    return name.startswith("__")
+
+
 def what_is_wrong(name: str) -> str:
     """Return why a topic name is invalid; "" if it is valid."""
     if not name:
