@@ -19,6 +19,7 @@ from pk.server.broker.free_space import FreeSpace
 from pk.server.broker.gauges import BrokerGauges
 from pk.server.broker.heartbeat_report import HeartbeatReport
 from pk.server.broker.hosted_partitions import HostedPartitions
+from pk.server.broker.internal_topics import InternalTopics
 from pk.server.broker.lifecycle import BrokerLifecycleManager
 from pk.server.broker.metadata_publisher import MetadataPublisher
 from pk.server.broker.partition_host import PartitionHost
@@ -184,6 +185,7 @@ class BrokerCore:
             self.alter_partition,
             self.purges,
         )
+        self.internal_topics = InternalTopics(env, metadata, self.lifecycle, self.publisher)
 
     def _compose_scheduler(self) -> BrokerScheduler:
         env, manager, partitions = self.env, self.manager, self.partitions

@@ -33,6 +33,7 @@ from pk.server.handlers.admin import AdminRequests, ProducerIds
 from pk.server.handlers.admission import Admission
 from pk.server.handlers.appends import Appends
 from pk.server.handlers.control import ControlStream
+from pk.server.handlers.coordinators import CoordinatorRequests
 from pk.server.handlers.fetch import FetchStream
 from pk.server.handlers.metadata import MetadataRequests
 from pk.server.handlers.offsets import OffsetRequests
@@ -103,6 +104,7 @@ class BrokerStreams:
             self.offsets,
             PartitionDescriptions(hosted, core.replicas, metadata, core.corruption),
             self.tier,
+            CoordinatorRequests(metadata, core.internal_topics),
             core.channels.handlers,
         )
 

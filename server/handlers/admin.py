@@ -21,9 +21,8 @@ from pk import errors, limits
 from pk.server.broker.clock_watch import ClockWatch
 from pk.server.broker.hosted_partitions import HostedPartitions
 from pk.server.handlers.admission import Admission
-from pk.server.handlers.metadata import MetadataProgress
 from pk.server.metadata.cache import MetadataCache
-from pk.server.replica.context import ControllerChannel, Environment
+from pk.server.replica.context import ControllerChannel, Environment, MetadataProgress
 from pk.server.replica.state import HostedReplicas
 from pk.types import NONE
 from pk.wire import frames

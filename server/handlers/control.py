@@ -12,12 +12,13 @@ from typing import Any
 from google.protobuf.message import Message
 
 from pk.server.handlers.admin import AdminRequests, ProducerIds
-from pk.server.handlers.metadata import MetadataProgress, MetadataRequests, MetadataSubscription
+from pk.server.handlers.coordinators import CoordinatorRequests
+from pk.server.handlers.metadata import MetadataRequests, MetadataSubscription
 from pk.server.handlers.offsets import OffsetRequests
 from pk.server.handlers.partition_descriptions import PartitionDescriptions
 from pk.server.handlers.peers import Peer, between_brokers
 from pk.server.handlers.tier import TierRequests
-from pk.server.replica.context import Environment
+from pk.server.replica.context import Environment, MetadataProgress
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import Handler, serve_control
@@ -40,6 +41,7 @@ class ControlStream:
         offsets: OffsetRequests,
         descriptions: PartitionDescriptions,
         tier: TierRequests,
+        coordinators: CoordinatorRequests,
         between: Mapping[str, Handler],
         stream: Stream,
         peer: Peer,
@@ -51,6 +53,7 @@ class ControlStream:
         self._offsets = offsets
         self._descriptions = descriptions
         self._tier = tier
+        self._coordinators = coordinators
         self._between = between
         self._stream = stream
         self._peer = peer
@@ -92,6 +95,7 @@ class ControlStream:
             "describe_cluster": admin.forward,
             "upgrade_cluster": admin.forward,
             "confirm_clock": self._confirm_clock,
+            "find_coordinator": self._coordinators.find,
         }
         for name, handler in self._between.items():
             table[name] = between_brokers(self._peer, name, handler)

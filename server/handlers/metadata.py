@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
 
 from pk import errors
 from pk.server.metadata.cache import MetadataCache
 from pk.server.metadata.image import PartitionState, TopicState
-from pk.server.replica.context import ControllerChannel, Environment
+from pk.server.replica.context import ControllerChannel, Environment, MetadataProgress
 from pk.tasks import TaskRegistry
-from pk.types import NONE, NodeId, Offset
+from pk.types import NONE, NodeId
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import head_of
@@ -37,15 +36,6 @@ _FOR_CLIENTS = (
     "message_timestamp_type",
     "min_insync_replicas",
 )
-
-
-class MetadataProgress(Protocol):
-    """How far the broker has reacted to the metadata log (broker/metadata_publisher.py)."""
-
-    @property
-    def listeners(self) -> dict[Any, None]: ...
-
-    async def reached(self, offset: Offset, timeout_ms: int) -> None: ...
 
 
 class MetadataRequests:

@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 from pk.clock import Clock
 from pk.log.plan import Now
 from pk.server.replica.metrics import BrokerMetrics
-from pk.types import NodeId, PartitionKey
+from pk.types import NodeId, Offset, PartitionKey
 from pk.wire import frames
 from pk.world import World
 
@@ -66,6 +66,15 @@ class ControllerChannel(ControllerContact, Protocol):
     def replica_online(self, key: PartitionKey) -> None:
         """End the report that the replica of `key` is offline."""
         ...
+
+
+class MetadataProgress(Protocol):
+    """How far the broker has reacted to the metadata log (broker/metadata_publisher.py)."""
+
+    @property
+    def listeners(self) -> dict[Any, None]: ...
+
+    async def reached(self, offset: Offset, timeout_ms: int) -> None: ...
 
 
 class InterBrokerCalls(Protocol):
