@@ -98,7 +98,6 @@ class LogAppender:
         leader_epoch: int,
         now_ms: int,
         from_client: bool = True,
-        transactions: bool = False,
         refusal: errors.PkError | None = None,
         activity_ms: int | None = None,
     ) -> Appended | Duplicate:
@@ -114,7 +113,7 @@ class LogAppender:
         """
         self._check_open()
         if from_client:
-            validate.check_batch(header, self._local.config, now_ms, transactions)
+            validate.check_batch(header, self._local.config, now_ms)
         if leader_epoch < self._epochs.latest:
             raise errors.FencedLeaderEpoch(
                 f"{self._local.topic_partition}: leader epoch {leader_epoch} is below the log's "

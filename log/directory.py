@@ -34,7 +34,7 @@ from pk.types import METADATA_TOPIC, NONE, Offset, PartitionKey, TopicPartition
 FORMAT = 0
 #: The version of the layout: a hash of a sample of every file as this build writes it, checked by
 #: tests/unit/log/test_layout.py.  Builds with the same hash read each other's directories.
-LAYOUT = "1587204238f6e3a6"
+LAYOUT = "bf2f3ef03795e242"
 FORMAT_FILE = "pk.json"
 RUN_FILE = "run.json"
 CLEAN_FILE = "clean-shutdown"

@@ -37,10 +37,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pk import errors
-from pk.log import loading, retention
+from pk.log import loading, retention, validate
 from pk.log.appending import LogAppender
 from pk.log.batch import Header
 from pk.log.batch_cache import BatchCache
+from pk.log.control_rows import Marker
 from pk.log.damage import Damage, missing_in_front
 from pk.log.epochs import LeaderEpochs
 from pk.log.local_log import LocalLog
@@ -59,6 +60,7 @@ from pk.log.reading import LocalLogReader
 from pk.log.retention import SegmentFacts
 from pk.log.segment import IndexCache
 from pk.log.storage import Buffer, Storage
+from pk.log.validate import MarkerResult
 from pk.log.writing import LaneJob, LocalLogWriter
 from pk.types import NONE, AbortedTransaction, Offset, TopicPartition
 
@@ -304,7 +306,6 @@ class PartitionLog:
         leader_epoch: int,
         now_ms: int,
         from_client: bool = True,
-        transactions: bool = False,
         refusal: errors.PkError | None = None,
         activity_ms: int | None = None,
     ) -> Appended | Duplicate:
@@ -315,10 +316,13 @@ class PartitionLog:
             leader_epoch=leader_epoch,
             now_ms=now_ms,
             from_client=from_client,
-            transactions=transactions,
             refusal=refusal,
             activity_ms=activity_ms,
         )
+
+    def check_markers(self, markers: Sequence[Marker]) -> list[MarkerResult | errors.PkError]:
+        """Which markers the leader must append; see `validate.check_markers`."""
+        return validate.check_markers(markers, self.producers.get)
 
     def append_as_follower(
         self, header: Header, batch: Buffer, *, now_ms: int, newest: int = NONE

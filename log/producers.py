@@ -11,12 +11,15 @@ Invariants
       same state.
   I2  At most PRODUCER_BATCHES_REMEMBERED batches of a producer are remembered, oldest first.
   I3  A producer with an open transaction never expires here; a silent producer without one does.
+  I4  A marker ends a transaction and sets the epoch of its producer only if its epoch is above the
+      known one.  Otherwise it changes nothing: a marker that was written twice must not end the
+      producer's next transaction (KIP-1228, rule X1).
 
 Snapshot file, little endian, written whole:
 
     head      magic 4s | version u16 | 0 u16 | next offset i64 | producers u32 | ended u32 | crc u32
     producer  id i64 | epoch i16 | coordinator epoch i32 | last ms i64 | transaction start i64
-              | n u8 | batch × n
+              | transaction began ms i64 | n u8 | batch × n
     batch     base sequence i32 | last sequence i32 | base offset i64 | last offset i64
               | append time i64
     ended     first offset i64 | marker offset i64   (a transaction with a marker, not yet stable)
@@ -39,7 +42,7 @@ from pk.log.control_rows import Marker
 from pk.types import NONE
 
 _HEAD = struct.Struct("<4sHHqIII")
-_PRODUCER = struct.Struct("<qhiqqB")
+_PRODUCER = struct.Struct("<qhiqqqB")
 _BATCH = struct.Struct("<iiqqq")
 _ENDED = struct.Struct("<qq")
 MAGIC = b"pkps"
@@ -64,7 +67,9 @@ class ProducerStateEntry(NamedTuple):
     batches: tuple[Span, ...] = ()
     last_ms: int = 0  #: broker's clock at the last append: the expiration time counts from here
     transaction_start: int = NONE  #: first offset of the open transaction
-    coordinator_epoch: int = NONE
+    coordinator_epoch: int = NONE  #: of the last marker
+    #: broker's clock when the first batch of the open transaction was appended; -1 = none is open
+    transaction_began_ms: int = NONE
 
     @property
     def last_sequence(self) -> int:
@@ -144,13 +149,18 @@ class Producers:
         window = (before.batches if before is not None and same else ())[
             -(limits.PRODUCER_BATCHES_REMEMBERED - 1) :
         ]
-        start = before.transaction_start if before is not None else NONE
+        known = before if before is not None else ProducerStateEntry(header.producer_epoch)
+        start, began_ms = known.transaction_start, known.transaction_began_ms
         if header.transactional and start == NONE:
-            start = base_offset
+            start, began_ms = base_offset, now_ms
             self._open[producer_id] = start
-        coordinator = before.coordinator_epoch if before is not None else NONE
         self._by_id[producer_id] = ProducerStateEntry(
-            header.producer_epoch, (*window, span), now_ms, start, coordinator
+            header.producer_epoch,
+            (*window, span),
+            now_ms,
+            start,
+            known.coordinator_epoch,
+            began_ms,
         )
         return Undo(base_offset, ((producer_id, before),), None)
 
@@ -159,20 +169,20 @@ class Producers:
         ended = tuple(self._ended)
         aborted: list[AbortedEntry] = []
         for marker in markers:
-            entry = self._by_id.get(marker.producer_id)
-            before.append((marker.producer_id, entry))
-            old = entry if entry is not None else ProducerStateEntry(marker.producer_epoch)
-            if old.transaction_start != NONE:
-                self._open.pop(marker.producer_id, None)
+            old = self._by_id.get(marker.producer_id)
+            if old is not None and marker.producer_epoch <= old.epoch:
+                continue  # I4
+            before.append((marker.producer_id, old))
+            if old is not None and old.transaction_start != NONE:
+                del self._open[marker.producer_id]
                 self._ended.append(Ended(old.transaction_start, offset))
                 if not marker.commit:
                     stable = min([*self._open.values(), offset])
                     aborted.append(
                         AbortedEntry(marker.producer_id, old.transaction_start, offset, stable)
                     )
-            batches = old.batches if old.epoch == marker.producer_epoch else ()
             self._by_id[marker.producer_id] = ProducerStateEntry(
-                max(old.epoch, marker.producer_epoch), batches, now_ms, NONE, old.coordinator_epoch
+                marker.producer_epoch, (), now_ms, coordinator_epoch=marker.coordinator_epoch
             )
         return Undo(offset, tuple(before), ended, tuple(aborted))
 
@@ -229,6 +239,7 @@ class Producers:
                     p.coordinator_epoch,
                     p.last_ms,
                     p.transaction_start,
+                    p.transaction_began_ms,
                     len(p.batches),
                 )
             )
@@ -255,9 +266,8 @@ class Producers:
         at = 0
         try:
             for _ in range(count):
-                producer_id, epoch, coordinator, last_ms, start, batches = _PRODUCER.unpack_from(
-                    body, at
-                )
+                stored = _PRODUCER.unpack_from(body, at)
+                producer_id, epoch, coordinator, last_ms, start, began_ms, batches = stored
                 at += _PRODUCER.size
                 spans = tuple(
                     Span._make(_BATCH.unpack_from(body, at + i * _BATCH.size))
@@ -265,7 +275,7 @@ class Producers:
                 )
                 at += batches * _BATCH.size
                 found._by_id[producer_id] = ProducerStateEntry(
-                    epoch, spans, last_ms, start, coordinator
+                    epoch, spans, last_ms, start, coordinator, began_ms
                 )
                 if start != NONE:
                     found._open[producer_id] = start

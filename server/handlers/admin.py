@@ -24,6 +24,7 @@ from pk.server.handlers.admission import Admission
 from pk.server.metadata.cache import MetadataCache
 from pk.server.replica.context import ControllerChannel, Environment, MetadataProgress
 from pk.server.replica.state import HostedReplicas
+from pk.transactional_ids import is_transactional
 from pk.types import NONE
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -127,6 +128,11 @@ class ProducerIds:
         """Return a new producer id, or the next epoch of the caller's id (KIP-360)."""
         if request.transactional_id:
             raise errors.UnsupportedFeature("transactions are not in this build")
+        if is_transactional(request.producer_id):
+            raise errors.InvalidRequest(
+                f"producer id {request.producer_id} is one of transactions: "
+                "name its transactional id"
+            )
         self._admission.check_new_session()
         if request.producer_id >= 0 and 0 <= request.producer_epoch < limits.PRODUCER_EPOCH_LAST:
             if not (request.producer_id or request.producer_epoch):

@@ -26,6 +26,7 @@ from pk.log.partition_log import PartitionLog
 from pk.log.plan import Duplicate, LogConfig, WritePlan
 from pk.log.producers import Producers
 from pk.sim.disk import Crashed, SimStorage
+from pk.transactional_ids import TRANSACTIONAL
 from pk.types import TopicPartition
 
 PATH = "topics/t-0"
@@ -65,10 +66,10 @@ class Known:
 
     def take(self, batch: Batch) -> None:
         for marker in batch.markers:
-            epoch, spans = self.writers.get(marker.producer_id, (marker.producer_epoch, []))
-            if marker.producer_epoch != epoch:
-                spans = []
-            self.writers[marker.producer_id] = (max(epoch, marker.producer_epoch), spans)
+            epoch, _ = self.writers.get(marker.producer_id, (-1, []))
+            if marker.producer_epoch <= epoch:
+                continue  # it was written before, and another transaction may be open
+            self.writers[marker.producer_id] = (marker.producer_epoch, [])
             first = self.open.pop(marker.producer_id, None)
             if first is not None and not marker.commit:
                 self.aborted.append((marker.producer_id, first, batch.next - 1))
@@ -143,11 +144,12 @@ class Life:
         retry.
         """
         rng, log = self.rng, self.log
-        who = rng.choice([-1, 1, 2, 3, 4])
+        who = rng.choice([-1, 1, 2, TRANSACTIONAL, TRANSACTIONAL + 1])
         state = self.log.producers.get(who)
         epoch = state.epoch if state else 0
-        if who >= 3 and state and state.transaction_start >= 0 and rng.random() < 0.4:
-            markers = (Marker(who, epoch + 1, rng.random() < 0.5),)
+        if who >= 3 and state and rng.random() < 0.4:
+            ends = state.transaction_start >= 0 and rng.random() < 0.8
+            markers = (Marker(who, epoch + ends, rng.random() < 0.5),)
             raw = b"".join(control_rows.encode_markers(markers, self.clock))
             self._take(raw, markers, from_client=False)
             return
@@ -169,18 +171,14 @@ class Life:
         )
         self._take(raw)
         if who > 0 and rng.random() < 0.2:
-            again = log.decide(
-                batches.check(raw), raw, leader_epoch=self.epoch, now_ms=NOW, transactions=True
-            )
+            again = log.decide(batches.check(raw), raw, leader_epoch=self.epoch, now_ms=NOW)
             assert isinstance(again, Duplicate)
             last = self.decided[-1]
             assert (again.base_offset, again.last_offset) == (last.base, last.next - 1)
 
     def _take(self, raw: bytes, markers: tuple[Marker, ...] = (), **options: Any) -> None:
         header = batches.check(raw)
-        done = self.log.decide(
-            header, raw, leader_epoch=self.epoch, now_ms=self.clock, transactions=True, **options
-        )
+        done = self.log.decide(header, raw, leader_epoch=self.epoch, now_ms=self.clock, **options)
         assert not isinstance(done, Duplicate)
         assert done.base_offset == (self.decided[-1].next if self.decided else self.end)
         rows = columns.decode(raw, decoded_bytes_max=10**7)

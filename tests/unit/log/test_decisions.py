@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
-from pk import errors
+from pk import errors, transactional_ids
 from pk.log import batch, index, recovery, retention, validate
 from pk.log.batch import Header
+from pk.log.control_rows import Marker
 from pk.log.plan import LogConfig, RetentionPlan
 from pk.log.producers import ProducerStateEntry, Span
 from pk.log.recovery import IndexState, RecoveryAction, Stop
 from pk.log.retention import SegmentFacts
-from pk.log.validate import ValidationResult
+from pk.log.validate import MarkerResult, ValidationResult
 
 NOW = 1_700_000_000_000
 
@@ -33,6 +34,11 @@ def header(**fields: Any) -> Header:
     return plain._replace(**fields)
 
 
+#: A transactional batch, and the fields by which its producer is known.
+TXN = batch.TRANSACTIONAL | batch.VALUE | batch.KEY
+OURS = {"producer_id": transactional_ids.TRANSACTIONAL, "producer_epoch": 0, "base_sequence": 0}
+
+
 # -- batch table -----------------------------------------------------------------------------------
 
 REFUSED = [
@@ -43,7 +49,10 @@ REFUSED = [
     ("C", errors.InvalidRecord, {"attributes": batch.CONTROL}, {}),
     ("C", errors.InvalidRecord, {"attributes": batch.LOG_APPEND_TIME}, {}),
     ("C", errors.InvalidRecord, {"attributes": batch.DELETE_HORIZON}, {}),
-    ("D", errors.UnsupportedFeature, {"attributes": batch.TRANSACTIONAL}, {}),
+    ("D", errors.InvalidRecord, {"attributes": TXN}, {}),
+    ("D", errors.InvalidRecord, {"attributes": TXN, **OURS, "producer_id": -1}, {}),
+    ("D", errors.InvalidRecord, {"attributes": TXN, **OURS, "producer_epoch": -1}, {}),
+    ("D", errors.InvalidRecord, {"attributes": TXN, **OURS, "base_sequence": -1}, {}),
     ("E", errors.InvalidRecord, {"attributes": batch.VALUE}, {"cleanup_policy": "compact"}),
     (
         "E",
@@ -59,6 +68,8 @@ REFUSED = [
         {"message_timestamp_before_max_ms": 1000},
     ),
     ("H", errors.InvalidRecord, {"producer_id": 5, "producer_epoch": 0}, {}),
+    ("I", errors.InvalidRecord, {"attributes": TXN, **OURS, "producer_id": 5}, {}),
+    ("J", errors.InvalidRecord, OURS, {}),
 ]
 
 
@@ -82,6 +93,7 @@ def test_refused(
         ({"base_timestamp": 0}, {}),
         ({"base_timestamp": NOW - 1000}, {"message_timestamp_before_max_ms": 1000}),
         ({"producer_id": 5, "producer_epoch": 0, "base_sequence": 0}, {}),
+        ({"attributes": TXN, **OURS}, {}),
     ],
 )
 def test_accepted(fields: dict[str, Any], options: dict[str, Any]) -> None:
@@ -90,10 +102,6 @@ def test_accepted(fields: dict[str, Any], options: dict[str, Any]) -> None:
 
 def test_every_row_of_the_table_is_tried() -> None:
     assert {row for row, *_ in REFUSED} == {case.label for case in validate.BATCH_TABLE}
-
-
-def test_transactional_passes_once_transactions_exist() -> None:
-    validate.check_batch(header(attributes=batch.TRANSACTIONAL | batch.KEY), config(), NOW, True)
 
 
 # -- producer table --------------------------------------------------------------------------------
@@ -110,6 +118,7 @@ def produced(sequence: int, epoch: int = 3, count: int = 2) -> Header:
 
 
 KNOWN = ProducerStateEntry(3, tuple(Span(s, s + 1, 100 + s, 101 + s, -1) for s in range(10, 20, 2)))
+OPEN = KNOWN._replace(transaction_start=110)
 WRAPPED = ProducerStateEntry(3, (Span(2**31 - 2, 2**31 - 1, 7, 8, -1),))
 
 
@@ -120,6 +129,7 @@ WRAPPED = ProducerStateEntry(3, (Span(2**31 - 2, 2**31 - 1, 7, 8, -1),))
         ("b", produced(0), None),
         ("e", produced(0, epoch=4), KNOWN),
         ("h", produced(20), KNOWN),
+        ("h", produced(20), OPEN),
         ("h", produced(0), WRAPPED),
         ("h", produced(0), ProducerStateEntry(3)),
     ],
@@ -146,6 +156,8 @@ def test_duplicate_of_any_batch_in_the_window(sequence: int) -> None:
         ("i", errors.OutOfOrderSequence, produced(8), KNOWN),
         ("i", errors.OutOfOrderSequence, produced(18, count=1), KNOWN),
         ("i", errors.OutOfOrderSequence, produced(5), ProducerStateEntry(3)),
+        ("j", errors.ConcurrentTransactions, produced(0, epoch=4), OPEN),
+        ("d", errors.InvalidProducerEpoch, produced(0, epoch=2), OPEN),
     ],
 )
 def test_out_of_line(
@@ -154,6 +166,42 @@ def test_out_of_line(
     with pytest.raises(kind) as caught:
         validate.check_producer(batch_header, known)
     assert caught.value.details["row"] == row
+
+
+# -- marker table ----------------------------------------------------------------------------------
+
+ENDED = ProducerStateEntry(3, coordinator_epoch=7)
+
+
+@pytest.mark.parametrize(
+    ("row", "epoch", "coordinator_epoch", "known", "result"),
+    [
+        ("l", 4, 7, None, MarkerResult.APPEND),
+        ("m", 4, 0, OPEN, MarkerResult.APPEND),
+        ("m", 4, 7, ENDED, MarkerResult.APPEND),
+        ("m", 9, 8, ENDED, MarkerResult.APPEND),
+        ("n", 3, 7, ENDED, MarkerResult.DONE),
+        ("n", 3, 8, OPEN, MarkerResult.DONE),
+        ("n", 2, 8, OPEN, MarkerResult.DONE),
+    ],
+)
+def test_markers(
+    row: str,
+    epoch: int,
+    coordinator_epoch: int,
+    known: ProducerStateEntry | None,
+    result: MarkerResult,
+) -> None:
+    """Rule X1: only an epoch above the known one ends a transaction."""
+    marker = Marker(9, epoch, True, coordinator_epoch)
+    assert validate.check_marker(marker, known) is result, row
+
+
+@pytest.mark.parametrize("epoch", [3, 4])
+def test_a_marker_of_a_former_coordinator(epoch: int) -> None:
+    with pytest.raises(errors.InvalidProducerEpoch) as caught:
+        validate.check_marker(Marker(9, epoch, True, 6), ENDED)
+    assert caught.value.details["row"] == "k"
 
 
 # -- retention -------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from pk.log import batch as batches
 from pk.log import loading
 from pk.log.control_rows import Marker, encode_markers
 from pk.log.producers import ProducerStateEntry
+from pk.transactional_ids import TRANSACTIONAL
 from pk.types import AbortedTransaction
 from tests.unit.log.conftest import NOW, Bench, make_batch
 
@@ -94,12 +95,13 @@ def test_a_snapshot_of_what_a_power_loss_took_never_comes_back() -> None:
 
 def _aborted(bench: Bench) -> list[AbortedTransaction]:
     """Append one aborted transaction, which ends in the active segment."""
-    raw = make_batch(3, producer_id=7, producer_epoch=0, base_sequence=0, transactional=True)
-    bench.log.decide(batches.check(raw), raw, leader_epoch=0, now_ms=NOW, transactions=True)
-    marker = b"".join(encode_markers([Marker(7, 1, False)], NOW))
+    producer = {"producer_id": TRANSACTIONAL, "producer_epoch": 0, "base_sequence": 0}
+    raw = make_batch(3, **producer, transactional=True)
+    bench.log.decide(batches.check(raw), raw, leader_epoch=0, now_ms=NOW)
+    marker = b"".join(encode_markers([Marker(TRANSACTIONAL, 1, False)], NOW))
     bench.decide(marker, from_client=False)
     bench.write()
-    return [AbortedTransaction(7, 0, 3)]
+    return [AbortedTransaction(TRANSACTIONAL, 0, 3)]
 
 
 def test_aborted_transactions_are_known_after_a_scan() -> None:

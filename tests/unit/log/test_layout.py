@@ -68,8 +68,9 @@ def sample() -> list[bytes]:
     ]
     whole.append(columns.encode(rows(20, rich=True), **plain, keep_offsets=True))
     whole.append(columns.encode(rows(5), **open_transaction, base_sequence=0))
-    whole.append(control_rows.encode_markers([Marker(9, 1, False)], NOW))
-    whole.append(columns.encode(rows(5), **open_transaction, base_sequence=5))
+    whole.append(control_rows.encode_markers([Marker(9, 2, False, 3)], NOW))
+    open_transaction["producer_epoch"] = 2
+    whole.append(columns.encode(rows(5), **open_transaction, base_sequence=0))
     whole += [columns.encode(rows(400), **plain) for _ in range(2)]
     return [b"".join(parts) for parts in whole]
 

@@ -12,6 +12,7 @@ from pk import errors
 from pk.log.control_rows import Marker, encode_markers
 from pk.log.producers import Producers
 from pk.sim.disk import Crashed, SimStorage
+from pk.transactional_ids import TRANSACTIONAL
 from tests.unit.log.conftest import Bench, make_batch
 
 PATH = "topics/t-0"
@@ -129,16 +130,15 @@ def test_aborted_transactions_that_a_power_loss_took_leave_their_index() -> None
     """
 
     def by(sequence: int) -> bytes:
-        return make_batch(
-            1, 10, producer_id=7, producer_epoch=0, base_sequence=sequence, transactional=True
-        )
+        producer = {"producer_id": TRANSACTIONAL, "producer_epoch": 0}
+        return make_batch(1, 10, **producer, base_sequence=sequence, transactional=True)
 
     bench = Bench()
     bench.append(make_batch(1, 10))
     bench.log.flush()
     size = bench.storage.open(_file(0)).size()
-    bench.decide(by(0), transactions=True)
-    marker = b"".join(encode_markers([Marker(7, 0, False)], 5))
+    bench.decide(by(0))
+    marker = b"".join(encode_markers([Marker(TRANSACTIONAL, 1, False)], 5))
     bench.decide(marker, from_client=False)
     bench.log.roll()
     bench.append(make_batch(1, 10))

@@ -13,6 +13,7 @@ from pk.log import columns, control_rows
 from pk.log.control_rows import Marker
 from pk.log.plan import Appended, Duplicate
 from pk.log.segment import IndexCache
+from pk.transactional_ids import TRANSACTIONAL
 from pk.types import AbortedTransaction, EpochStart
 
 NOW = 1_700_000_000_000
@@ -527,18 +528,19 @@ def test_open_transactions_hold_the_lso_and_aborts_are_indexed(bench: Make) -> N
             producer_id=producer_id, producer_epoch=0, base_sequence=sequence, transactional=True
         )
 
-    with pytest.raises(errors.UnsupportedFeature):
-        b.decide(transactional(1, 0))
-    for producer_id, sequence in ((1, 0), (2, 0), (1, 1)):
-        b.decide(transactional(producer_id, sequence), transactions=True)
+    one, two = TRANSACTIONAL + 1, TRANSACTIONAL + 2
+    for producer_id, sequence in ((one, 0), (two, 0), (one, 1)):
+        b.decide(transactional(producer_id, sequence))
         b.write()
     assert b.log.last_stable_offset(3) == 0
-    marker = b"".join(control_rows.encode_markers([Marker(1, 1, False), Marker(2, 1, True)], NOW))
+    marker = b"".join(
+        control_rows.encode_markers([Marker(one, 1, False), Marker(two, 1, True)], NOW)
+    )
     b.decide(marker, from_client=False)
     b.write()
     assert b.log.last_stable_offset(4) == 0  # the control batch holds offsets 3 and 4
     assert b.log.last_stable_offset(5) == 5
-    expected = [AbortedTransaction(1, 0, 4)]
+    expected = [AbortedTransaction(one, 0, 4)]
     for life in range(3):
         assert b.log.aborted_in(0, 4) == expected
         assert b.log.aborted_in(2, 3) == expected

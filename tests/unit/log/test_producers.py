@@ -76,10 +76,10 @@ def test_lso_follows_open_and_unstable_transactions() -> None:
     state.apply(head(2, txn=True), 20, 0)
     assert state.last_stable_offset(30) == 10
     assert state.last_stable_offset(5) == 5
-    state.apply(CONTROL, 30, 0, [Marker(1, 0, True)])
+    state.apply(CONTROL, 30, 0, [Marker(1, 1, True)])
     assert state.last_stable_offset(30) == 10  # the marker is not below the high watermark yet
     assert state.last_stable_offset(31) == 20
-    undo = state.apply(CONTROL, 40, 0, [Marker(2, 0, False)])
+    undo = state.apply(CONTROL, 40, 0, [Marker(2, 1, False)])
     assert [(a.producer_id, a.first_offset, a.last_offset) for a in undo.aborted] == [(2, 20, 40)]
     assert state.last_stable_offset(40) == 20
     assert state.last_stable_offset(41) == 41
@@ -92,7 +92,7 @@ def test_one_control_batch_ends_many() -> None:
     for number in (1, 2, 3):
         state.apply(head(number, txn=True), number, 0)
     undo = state.apply(
-        CONTROL, 9, 0, [Marker(1, 0, False), Marker(2, 1, True), Marker(3, 0, False)]
+        CONTROL, 9, 0, [Marker(1, 1, False), Marker(2, 1, True), Marker(3, 1, False)]
     )
     assert [a.producer_id for a in undo.aborted] == [1, 3]
     assert undo.aborted[0].last_stable_offset == 2
@@ -114,6 +114,54 @@ def test_a_marker_for_a_stranger_fences_it() -> None:
     assert state.last_stable_offset(4) == 4
 
 
+@pytest.mark.parametrize("epoch", [2, 3])
+def test_a_repeated_marker_does_not_end_the_next_transaction(epoch: int) -> None:
+    """Rule X1, KIP-1228: the next transaction has the epoch of the marker."""
+    state = Producers()
+    state.apply(head(1, epoch=2, txn=True), 0, 0)
+    state.apply(CONTROL, 1, 0, [Marker(1, 3, True, coordinator_epoch=7)])
+    state.apply(head(1, epoch=3, txn=True), 2, 0)
+    before = state.snapshot(4)
+    undo = state.apply(CONTROL, 3, 0, [Marker(1, epoch, False, coordinator_epoch=8)])
+    assert undo.aborted == ()
+    assert state.open_transactions == {1: 2}
+    assert state.snapshot(4) == before
+    state.undo(undo)
+    assert state.snapshot(4) == before
+
+
+def test_two_markers_of_one_producer_in_one_batch() -> None:
+    state = Producers()
+    state.apply(head(1, epoch=2, txn=True), 0, 0)
+    undo = state.apply(CONTROL, 1, 0, [Marker(1, 3, False), Marker(1, 3, True), Marker(1, 4, True)])
+    assert [a.first_offset for a in undo.aborted] == [0]
+    known = state.get(1)
+    assert known is not None
+    assert known.epoch == 4
+    state.undo(undo)
+    assert state.open_transactions == {1: 0}
+
+
+def test_an_open_transaction_knows_when_it_began() -> None:
+    state = Producers()
+    state.apply(head(1, txn=True), 0, 500)
+    state.apply(head(1, 1, txn=True), 1, 700)
+    known = state.get(1)
+    assert known is not None
+    assert (known.transaction_start, known.transaction_began_ms, known.last_ms) == (0, 500, 700)
+    _, found = Producers.from_snapshot(state.snapshot(2))
+    assert found.get(1) == known
+    state.apply(CONTROL, 2, 900, [Marker(1, 1, True, coordinator_epoch=12)])
+    known = state.get(1)
+    assert known is not None
+    assert (known.transaction_start, known.transaction_began_ms) == (-1, -1)
+    assert known.coordinator_epoch == 12
+    state.apply(head(1, epoch=1, txn=True), 3, 1000)
+    known = state.get(1)
+    assert known is not None
+    assert (known.transaction_began_ms, known.coordinator_epoch) == (1000, 12)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_undo_gives_back_the_state_before(seed: int) -> None:
     """A failed write takes back any number of decided batches, newest first (rule L2)."""
@@ -125,9 +173,8 @@ def test_undo_gives_back_the_state_before(seed: int) -> None:
         before = (state.snapshot(0), state.open_transactions)
         if rng.random() < 0.25:
             chosen = rng.sample(range(4), rng.randint(1, 3))
-            undo = state.apply(
-                CONTROL, offset, 0, [Marker(i, 0, rng.random() < 0.5) for i in chosen]
-            )
+            markers = [Marker(i, rng.randrange(4), rng.random() < 0.5) for i in chosen]
+            undo = state.apply(CONTROL, offset, 0, markers)
         else:
             who = rng.randrange(4)
             undo = state.apply(head(who, sequences.get(who, 0), txn=rng.random() < 0.6), offset, 0)
@@ -155,7 +202,7 @@ def test_snapshot_comes_back_whole() -> None:
         state.apply(head(1, number), number, 77, append_time_ms=number)
     state.apply(head(2, txn=True), 6, 78)
     state.apply(head(3, txn=True), 7, 79)
-    state.apply(CONTROL, 8, 80, [Marker(3, 1, True)])
+    state.apply(CONTROL, 8, 80, [Marker(3, 1, True, coordinator_epoch=12)])
     raw = state.snapshot(9)
     offset, found = Producers.from_snapshot(raw)
     assert offset == 9

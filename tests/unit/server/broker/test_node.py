@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pk import errors
+from pk import errors, transactional_ids
 from pk.types import PartitionKey
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import PROTOCOL, open_stream
@@ -102,6 +102,22 @@ def test_settings_are_applied_live_and_partitions_added(cluster: Cluster, kit: A
         states = described.head.describe_partitions_reply.partitions
         assert [state.partition for state in states] == [0, 1, 2, 3]
         assert all(state.leader == 1 and not state.HasField("error") for state in states)
+        await caller.close()
+
+    cluster.do(story())
+
+
+def test_a_producer_id_of_transactions_needs_its_transactional_id(cluster: Cluster) -> None:
+    """Rule X3: without it, no epoch of such an id is given out."""
+    cluster.start()
+
+    async def story() -> None:
+        caller = cluster.caller()
+        request = wire.InitProducerIdRequest(
+            producer_id=transactional_ids.producer_id(3, 1, 0), producer_epoch=0
+        )
+        with pytest.raises(errors.InvalidRequest, match="name its transactional id"):
+            await caller.call(request, timeout_ms=5_000)
         await caller.close()
 
     cluster.do(story())
