@@ -97,6 +97,7 @@ WORLD_GENERIC = {
     "pk.server.replica.directory_writer",
     "pk.server.replica.fetcher",
     "pk.server.replica.fetcher_manager",
+    "pk.server.replica.markers",
     "pk.server.replica.partition",
     "pk.server.replica.reaper",
     "pk.server.replica.replay_log",

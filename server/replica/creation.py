@@ -37,7 +37,8 @@ from pk.server.replica.corruption import CorruptionManager
 from pk.server.replica.directory_reports import DirectoryReports
 from pk.server.replica.directory_writers import LogDirWriters
 from pk.server.replica.fetcher_manager import ReplicaFetcherManager
-from pk.server.replica.partition import Host, Partition
+from pk.server.replica.host import Host
+from pk.server.replica.partition import Partition
 from pk.server.replica.state import OPEN, ReplicaEvent, ReplicaState
 from pk.types import NONE, NodeId, PartitionKey, TopicPartition
 
@@ -50,7 +51,7 @@ class ReplicaCreator:
     def __init__(
         self,
         env: Environment,
-        host: Host,
+        host: Host[Partition],
         manager: LogManager,
         partitions: dict[PartitionKey, Partition],
         metadata: MetadataCache,

@@ -22,7 +22,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from pk import errors
 from pk.log import batch as batches
@@ -35,46 +35,14 @@ from pk.server.metadata.image import PartitionState
 from pk.server.replica.delayed_produce import DelayedProduce
 from pk.server.replica.deletions import Deletions
 from pk.server.replica.directory_writer import LogDirWriter
+from pk.server.replica.host import Host
 from pk.server.replica.leader import ACKS_ALL, Leader
 from pk.server.replica.offset_checks import check_position, offset_violations
-from pk.server.replica.purgatory import ProducePurgatory
-from pk.server.replica.state import HostedReplicas, IllegalTransition, ReplicaEvent, ReplicaState
+from pk.server.replica.state import IllegalTransition, ReplicaEvent, ReplicaState
 from pk.server.replica.tier_state import TierState, known_below, tier_has_what_left
 from pk.server.replica.watchers import EndWatcher, Follows, Watcher
 from pk.types import NONE, READ_COMMITTED, Epoch, NodeId, Offset, PartitionKey
 from pk.wire import pk_pb2 as wire
-
-
-class Host(Protocol):
-    """What a partition needs of its broker."""
-
-    @property
-    def node_id(self) -> NodeId: ...
-
-    @property
-    def now_ms(self) -> int: ...  # of the monotonic clock
-
-    @property
-    def purgatory(self) -> ProducePurgatory[DelayedProduce]: ...
-
-    @property
-    def replicas(self) -> HostedReplicas: ...
-
-    def parked(self) -> None:
-        """Set the timer again, after a reply was parked that may have an earlier deadline."""
-        ...
-
-    def partition_moved(self, partition: Partition) -> None:
-        """React to a partition whose watermark, log start, epoch or settings changed."""
-        ...
-
-    def storage_failed(self, partition: Partition, error: errors.PkError) -> None: ...
-
-    def replica_failed(self, partition: Partition, error: errors.PkError) -> None: ...
-
-    def damaged(self, partition: Partition, error: errors.CorruptLog) -> None: ...
-
-    def retain_soon(self, key: PartitionKey) -> None: ...
 
 
 class Partition:
@@ -82,7 +50,7 @@ class Partition:
 
     def __init__(
         self,
-        host: Host,
+        host: Host[Partition],
         key: PartitionKey,
         log: PartitionLog,
         writer: LogDirWriter,
@@ -243,10 +211,7 @@ class Partition:
         delayed.log_start = self.log.log_start
         delayed.leader_epoch = leader.leader_epoch
         if isinstance(decided, Duplicate):
-            if self._inflight and decided.last_offset >= self.log.written_end:
-                self._inflight.append(delayed)  # H4: behind its original
-            else:
-                self._settle(delayed, leader)
+            self._wait_with_original(delayed, leader)
             return
         delayed.size = decided.size
         self._inflight.append(delayed)
@@ -260,6 +225,20 @@ class Partition:
         assert delayed.acks == ACKS_ALL, "the high watermark must cover it"
         header = batches.read_header(batch)
         self.append(header, batch, epoch, now, delayed, from_client=False)
+
+    def wait_for_decided(self, epoch: Epoch, delayed: DelayedProduce) -> None:
+        """Queue a delayed produce that waits until every batch that is decided now is committed."""
+        leader = self.serving(epoch)
+        leader.check_acks(delayed.acks)
+        delayed.last_offset, delayed.leader_epoch = self.log.log_end - 1, leader.leader_epoch
+        self._wait_with_original(delayed, leader)
+
+    def _wait_with_original(self, delayed: DelayedProduce, leader: Leader) -> None:
+        """Queue a delayed produce behind the batch that was decided at its last offset (H4)."""
+        if self._inflight and delayed.last_offset >= self.log.written_end:
+            self._inflight.append(delayed)
+        else:
+            self._settle(delayed, leader)
 
     def _settle(self, delayed: DelayedProduce, leader: Leader) -> None:
         """Answer a delayed produce whose batch is WRITTEN, or park it until the watermark covers
