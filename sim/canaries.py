@@ -532,6 +532,13 @@ CANARIES: dict[str, Canary] = {
         ("configure", "elect"), nodes=THREE, copies=2, fault_ms=15_000,
         fault_every_ms=(1_000, 3_000), snapshot_bytes=3_000,
     ),
+    # An older build starts in a cluster of a newer level with an empty disk, or on a disk that was
+    # away while the level was raised.
+    "a level that is not compared": Canary(
+        "Q6", format_canaries.level_not_compared, "format", HOT, ("older_build",),
+        ("upgrade", "elect"), nodes=THREE, copies=2, fault_ms=20_000,
+        fault_every_ms=(3_000, 8_000),
+    ),
     "log_start seen before it is durable": Canary(
         "T9", _log_start_seen_before_it_is_durable(), "V3 V4 V5", HOT,
         ("disk_full", "kill_broker"), ("delete_records",),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from pk import formats
 from pk.server.broker.clock_trust import Doubt
 from pk.server.broker.node import BrokerNode
 from pk.server.controller.node import ControllerNode
@@ -19,7 +20,7 @@ from pk.server.raft.timing import Timing
 from pk.sim.machine import KillableStorage as KillableStorage
 from pk.sim.machine import SimMachine
 from pk.sim.objects import SimObjects
-from pk.sim.options import BROKER, CONTROLLER, NodePlan, SimOptions
+from pk.sim.options import BROKER, CONTROLLER, NEWER_LEVEL, NodePlan, SimOptions
 from pk.sim.world import SimWorld
 from pk.types import NONE, PartitionKey
 
@@ -53,6 +54,8 @@ class SimCluster:
         self.traps: dict[str, Callable[[SimMachine, dict[str, object]], None]] = {}
         #: Role by node id: the process must not start, for another build wrote one of its files.
         self.other_builds: dict[int, str] = {}
+        #: Nodes of an older build; a newer level of `pk.format` stops them (rule Q6).
+        self.older_builds: dict[int, None] = {}
         self.on_damage: Callable[[SimMachine], bool] | None = None
         # Full disks of the simulator have less space than the default reserve.
         self._server = {"tier_url": self.store.url, "disk_reserve_bytes": 0, **server}
@@ -89,6 +92,7 @@ class SimCluster:
             node_id=plan.number,
             server=resolve({}, {}, {**given, **self._server}).server,
             metadata_directory_id=_directory(plan),
+            format_level=NEWER_LEVEL if "older_build" in self.options.faults else formats.LEVEL,
         )
 
     def quorum_of(self) -> dict[str, Any]:
@@ -128,7 +132,7 @@ class SimCluster:
 
     def has_operator_for(self, machine: SimMachine, role: str) -> bool:
         """Return whether the operator repairs a process that cannot be restarted as it is."""
-        if self.other_builds.get(machine.node_id) == role:
+        if self.other_builds.get(machine.node_id) == role or machine.node_id in self.older_builds:
             return True
         return role == CONTROLLER and self.on_damage is not None and self.on_damage(machine)
 

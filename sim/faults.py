@@ -91,8 +91,9 @@ class Faults:
         self._lost = IdentityFaults(
             cluster, observer, self._rng, lambda: list(self._rots.copies()), self._meet
         )
-        files = FormatFaults(cluster, self._rng, self._in, self._meet)
+        files = FormatFaults(cluster, observer, self._rng, self._in, self._meet)
         self._other_version, self._unknown_field = files.other_version, files.unknown_field
+        self._older_build = files.older_build
         self._tables = TableFaults(cluster, observer, oracle, self._in, self._meet)
 
     def _log_uniform(self, bounds: tuple[float, float]) -> float:

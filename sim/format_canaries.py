@@ -1,4 +1,6 @@
-"""Canaries of rules L21 and Q7: a file of another build is read as a file of this build."""
+"""Canaries of rules L21, Q6 and Q7: what another build wrote is read as if this build had written
+it.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ from unittest.mock import patch
 
 from pk import errors
 from pk.log import checkpoints
-from pk.server.metadata import records, snapshot
+from pk.server.broker import snapshot_loader
+from pk.server.controller import brokers
+from pk.server.metadata import record_serde, records, snapshot
 from pk.server.metadata.records import MetadataRecord
 
 
@@ -32,3 +36,14 @@ def unknown_field_dropped(stack: ExitStack) -> None:
 
     for module in (records, snapshot):
         stack.enter_context(patch.object(module, "decode_record", lenient))
+
+
+def level_not_compared(stack: ExitStack) -> None:
+    """Register brokers, and read records, of any level of `pk.format`."""
+
+    def lenient(record: MetadataRecord, _known: int) -> int:
+        return record.feature_level.level if record.HasField("feature_level") else 0
+
+    stack.enter_context(patch.object(brokers, "require_known", lambda *_: None))
+    for module in (records, record_serde, snapshot_loader):
+        stack.enter_context(patch.object(module, "level_in", lenient))

@@ -62,8 +62,9 @@ _OBJECT_FAULTS = ("object_rot",)
 _LAST_FAULTS = ("wrong_start",)
 #: What other engines and bit rot do to tables (table_faults.py).
 _TABLE_FAULTS = ("delta_rot", "delete_rows")
-#: Files of another build on a stopped node (format_faults.py).  Only runs that name them have them.
-FORMAT_FAULTS = ("other_version", "unknown_field")
+#: Files of another build on a stopped node, and a node of an older build (format_faults.py).  Only
+#: runs that name them have them.
+FORMAT_FAULTS = ("other_version", "unknown_field", "older_build")
 #: Segments that disappear from the front of a log while its broker is down (identity_faults.py).
 _FRONT_FAULTS = ("front_lost",)
 #: The faults that a seed may draw; `SimOptions.faults` holds those that a run may meet.
@@ -86,6 +87,8 @@ _USUAL_CHORES = (*_FIRST_CHORES, *_LATER_CHORES)
 #: Moves to another number of replicas, drawn after everything else.
 _MOVE_CHORES = ("resize",)
 CHORES = (*_USUAL_CHORES, *_MOVE_CHORES)
+#: The level of `pk.format` that the builds of a run with "older_build" know.
+NEWER_LEVEL = 2
 SEGMENT_BYTES_LEAST = 14_336
 CONTROLLER, BROKER, TIER = "controller", "broker", "tier"
 #: Bytes between two snapshots of the metadata log: so many that a run seldom has a snapshot, or so

@@ -19,7 +19,7 @@ from pk.client.network_client import NetworkClient
 from pk.client.options import producer_options
 from pk.client.produce_engine import ProduceEngine
 from pk.client.record_set import OnDelivery
-from pk.sim.options import BROKER, SimOptions, TopicPlan
+from pk.sim.options import BROKER, NEWER_LEVEL, SimOptions, TopicPlan
 from pk.sim.oracle import Oracle, Sent, digest_of, value_of
 from pk.types import NONE
 from pk.wire import frames
@@ -38,6 +38,8 @@ OPEN_MS = 500
 SLOWER = 4
 UNPROMISED = 3
 ADMIN_TIMEOUT_MS = 1_500
+#: How often the chore "upgrade" asks: a level is raised once in a run, so not in its first moment.
+UPGRADES = 0.1
 
 #: Errors of a replica that rotted, or whose directory is lost (rules L9, L15).
 DAMAGE = (errors.CorruptLog, errors.LogMissing)
@@ -398,6 +400,20 @@ class SimAdmin:
                 topic=plan.name, topic_id=topic.topic_id, partition=partition, cancel=True
             )
             await self._until_done(lambda: back, _CANNOT_MOVE)
+
+    async def _upgrade(self, _plan: TopicPlan) -> None:
+        """Raise the level of `pk.format` now and then, as far as every node knows it (rule Q6)."""
+        if self._rng.random() > UPGRADES:
+            return
+        request = wire.UpgradeClusterRequest(to=NEWER_LEVEL)
+        while not self.resting:
+            try:
+                await self._cluster.call_any(request, timeout_ms=ADMIN_TIMEOUT_MS)
+                return
+            except errors.UnsupportedFeature:
+                return  # a node does not know the level, or was not heard in this term
+            except errors.RetriableError:
+                await self._world.clock.sleep_ms(self._rng.uniform(20, 200))
 
     async def _move(self, topic: str, partition: int, replicas: Sequence[int]) -> None:
         request = wire.AlterReassignmentsRequest()

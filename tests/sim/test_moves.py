@@ -49,4 +49,4 @@ def options_of(seed: int) -> SimOptions:
 def test_moves_lose_no_copy(seed: int) -> None:
     report = Run(seed, options_of(seed)).execute()
     assert not report.violation, report.line
-    assert report.counts["chore resize"] >= 5
+    assert report.counts["chore resize"] >= 3
