@@ -191,7 +191,9 @@ class RecordAccumulator:
         return RecordSet(self.topic, self._monitor, clock.wall_ms(), clock.monotonic_ms())
 
     def append_set(self, records: RecordSet) -> bool:
-        """Accept a `send_batch`, behind all records sent before; False if memory is short."""
+        """Append the records of a `send_batch` behind all records sent before.
+
+        Returns False if memory is short."""
         with self.lock:
             if self.closed is not None:
                 raise self.closed
@@ -216,8 +218,9 @@ class RecordAccumulator:
     # -- the loop ----------------------------------------------------------------------------------
 
     def seal(self, opened_before_ms: int, *, ready: bool = False) -> None:
-        """Close the open record set if it is old enough; only then can a caller have to wait for
-        the lock.
+        """Close the open record set if it is old enough.
+
+        Otherwise this does not take the lock, so that no caller of `send` waits for it.
 
         `ready`: its records do not wait for linger_ms.
         """
@@ -301,8 +304,9 @@ def check_size(topic: str, size: int, size_max: int) -> None:
 
 
 def record_size(value: Any, key: Any, headers: Headers | None, topic: str) -> int:
-    """Return the bytes a record counts for.  Raises `SerializationError` unless all parts are bytes
-    or None.
+    """Return how many bytes of buffer_memory a record uses.
+
+    Raises `SerializationError` unless all its parts are bytes or None.
     """
     size = RECORD_OVERHEAD
     for name, item in (("value", value), ("key", key)):

@@ -34,9 +34,9 @@ def rows_of(
     cut off.
 
     The last next position is the frame's `next_offset` (rule L12).  Raises `CorruptBatch` or a
-    related error at a bad batch: all rows before it were yielded, and none of it.  A reader that
-    fetches again from that position makes the broker check the batch first (rule L9).  Raises
-    `DataLoss` for a range that the broker cannot read.
+    related error at a bad batch: all rows before the batch were yielded, and no row of it.  A
+    reader that fetches again from that position makes the broker check the batch first (rule L9).
+    Raises `DataLoss` for a range that the broker cannot read.
     """
     if fetched.loss is not None:
         raise fetched.loss

@@ -33,8 +33,8 @@ _log = logging.getLogger("pk.client")
 #: Number of threads that compress; all producers of the process share them.
 ENCODERS = max(1, min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2))
 _JOIN_S = 5.0
-#: How long a call may last beyond its time-out: first to report the cause itself, then because the
-#: loop is busy (a delivery callback, a machine under load).
+#: How long a call may last beyond its time-out.  First number: the call reports the cause itself.
+#: Second number: the loop is busy, with a delivery callback or on a machine under load.
 _LATE_S = 0.25
 _BUSY_S = 5.0
 #: How long closing a client waits for its streams to end.

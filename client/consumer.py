@@ -1,12 +1,12 @@
 """The consumer: `poll` returns records and `poll_batches` Arrow batches of its partitions.
 
 Frames arrive on the client's loop thread and wait, bounded by credit; checking, decompressing and
-decoding them happens in the thread that polls, so the two overlap.  A consumer is used by one
-thread at a time: a second one gets `InvalidRequest`, but for `close`.  It does not survive a fork.
+decoding them happens in the thread that polls, so the two overlap.  Only one thread at a time may
+use a consumer: another gets `InvalidRequest`, except from `close`.  A fork ends a consumer.
 
-The next poll raises an error that concerns a partition, once.  Later polls continue with the other
-partitions.  Without a group, `subscribe` takes all partitions; partitions that are created later
-are read from their first offset.
+An error that concerns a partition is raised once, by the next poll.  Later polls continue with the
+other partitions.  Without a group, `subscribe` takes all partitions.  Partitions that are created
+later are read from their first offset.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from pk.clock import monotonic_s
 from pk.log.batch import TIMESTAMP_MS_MAX
 from pk.types import Record, TopicPartition
 
-#: Credit is returned at once from this share of fetch_buffer_bytes on, while the broker has enough.
+#: While a broker has enough credit, it gets more in portions of fetch_buffer_bytes / _PORTIONS.
 _PORTIONS = 8
 
 
@@ -279,8 +279,7 @@ class Consumer:
             self._fetch_buffer.put_back(each)
 
     def _gather(self, limit: int, timeout_s: float, *, cut: bool) -> list[FetchedRows]:
-        """Take about `limit` rows from the buffer; with `cut` never more, even if a batch must be
-        cut.
+        """Take about `limit` rows from the buffer.  With `cut`, a batch is cut at the limit.
 
         An error ends the gathering.  It is raised at once if there is nothing to return, else by
         the next call.  Rows are never lost: rows that were taken are returned, or put back.
@@ -385,8 +384,8 @@ class Consumer:
     def _raise(self, told: FetchError) -> NoReturn:
         """Raise an error to the application, and choose the position of the next poll.
 
-        After a truncation that is the application's last position, or the point of the truncation
-        if that is lower (KIP-320).  In a topic that was created again it is the first offset.
+        After a truncation it is the application's last position, or the point of the truncation if
+        that is lower (KIP-320).  In a topic that was created again it is the first offset.
         """
         error, place = told.error, told.place
         if isinstance(error, errors.TopicRecreated) and place is not None:
@@ -412,7 +411,7 @@ class Consumer:
             self._post(Consumed(node, size))
 
     def _owing(self) -> list[int]:
-        """Return the brokers that need the credit which was held back while they had enough."""
+        """Return the brokers that need credit now, and whose credit was held back until now."""
         return [node for node in self._eaten if not self._engine.fetcher.well_supplied(node)]
 
     def _wait(self, deadline: float | None, timeout_s: float) -> float | None:

@@ -1,9 +1,9 @@
 """The fetched data that was not handed out yet: frames, open frames, and rows that were put back.
 
-The consumer's loop appends to `ready`; everything else here is used by the reader only.  Each item
+The consumer's loop appends to `ready`.  Only the reader uses everything else here.  Each item
 carries the id of its position.  An item is void if its partition has another position id by now
-(client/fetcher F4).  The reader drops a void item when it meets it, and gives the item's credit
-back.
+(client/fetcher F4).  The reader drops a void item when it meets the item, and returns its credit to
+the broker.
 
 Invariants
   B1  Rows of a partition come out in the order they were fetched.  Items of a paused partition are

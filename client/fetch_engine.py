@@ -79,7 +79,7 @@ class FetchEngine:
         )
         self._names: list[str] | None = None  #: subscribed topics
         self._pattern: re.Pattern[str] | None = None
-        #: topic → number of partitions taken; None = none yet
+        #: topic → number of its partitions that are assigned; None before the first assignment
         self._known: dict[str, int] | None = None
         self._unknown_ms: dict[str, int] = {}
         self._looking = False  #: a repeated metadata request for missing topics is scheduled
@@ -127,8 +127,10 @@ class FetchEngine:
         self.step(Refresh())
 
     def _take_partitions(self) -> None:
-        """Assign the subscribed partitions.  Those that exist at first begin by policy, later ones
-        at their first offset.
+        """Assign the subscribed partitions.
+
+        Partitions of the first assignment begin where auto_offset_reset says.  Partitions that are
+        created later begin at their first offset.
         """
         metadata = self.cluster.metadata
         names = self._names

@@ -6,7 +6,8 @@ advances the position by itself while it has credit (rule P4).  Every setting ge
 `position_id`, and a frame with an older id is dropped.  Data from before a seek, a pause or a
 change of leader is therefore never delivered after it.
 
-A partition goes through these states.  It goes back when a broker refuses the position:
+A partition goes through these states.  It returns to an earlier state when a broker refuses the
+position:
 
     unknown topic → no offset → no leader → set on a node
 
@@ -338,8 +339,9 @@ class Fetcher:
         self._report(state, error)
 
     def _lost(self, state: _PartitionState, error: errors.DataLoss) -> None:
-        """Put the loss behind the data fetched before it, once (rule L9); the reader then seeks
-        past it.
+        """Report a loss once, in order behind the data that was fetched before it (rule L9).
+
+        The reader then seeks past the lost range.
         """
         assert state.next is not None
         state.halted = True

@@ -147,7 +147,9 @@ class Metadata:
         self.complete = asked is None
 
     def _hear_old(self, reply: wire.MetadataReply) -> None:
-        """Apply a reply from a broker that is behind: only what is unknown here (M2)."""
+        """Apply a reply from a broker that is behind: add only topics and brokers that are unknown
+        here (M2).
+        """
         for info in reply.topics:
             known = self.topics.get(info.name)
             same = known is None or known.topic_id == info.topic_id

@@ -14,7 +14,7 @@ from pk.types import NONE, PartitionKey, TopicPartition
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 
-#: The "times" below 0 that the protocol uses for special offsets.
+#: The negative timestamps that the protocol uses for special offsets.
 LATEST = -1
 EARLIEST = -2
 #: Offsets are 64 bits wide.

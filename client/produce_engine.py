@@ -215,7 +215,7 @@ class ProduceEngine:
     def _drain(self, accumulator: RecordAccumulator, now_ms: int) -> None:
         """Split sealed record sets by partition and hand the slices to the machine.
 
-        Record sets of a topic that is not known wait (E4).
+        If the metadata lack the topic, its record sets wait in the accumulator (E4).
         """
         metadata, name = self.cluster.metadata, accumulator.topic
         problem = metadata.problems.get(name) or errors.UnknownTopicOrPartition(
@@ -457,7 +457,7 @@ class ProduceConnection:
                 self._answer(request)
 
     def _answer(self, request: InFlightRequest, error: errors.PkError | None = None) -> None:
-        """Answer all batches of a request in the broker's place."""
+        """Give the machine a response to all batches of a request in place of the broker's."""
         responses = [PartitionResponse(index, error) for index in range(len(request.batches))]
         self._step(ProduceResponse(request.correlation_id, responses))
 

@@ -347,8 +347,9 @@ class Producer(ProducerTransactions):
     def close(self, timeout_s: float | None = _CLOSE_S) -> None:
         """Flush for up to `timeout_s` seconds, fail what is left with `ClosedError`, disconnect.
 
-        An open transaction is aborted instead.  Idempotent.  All callbacks have returned then,
-        unless they take so long that a warning is logged.  Raises `InvalidRequest` in a callback.
+        An open transaction is aborted instead.  Idempotent.  When `close` returns, all callbacks
+        have returned.  Callbacks that take too long are not awaited, and a warning is logged.
+        Raises `InvalidRequest` in a callback.
         """
         self._thread.must_not_block()
         if timeout_s is not None:

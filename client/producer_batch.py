@@ -133,7 +133,7 @@ class InFlightRequest:
 
 @dataclass(slots=True)
 class PartitionResponse:
-    """The outcome of a batch; in a broker's response: of batch `index` of the request."""
+    """The outcome of a batch.  In a broker's response, `index` is its place in the request."""
 
     index: int = NONE
     error: errors.PkError | None = None
@@ -258,9 +258,10 @@ class PartitionBatches:
             self.waiting.remove(batch)
 
     def out_of_sight(self, leader: LeaderAndEpoch) -> list[ProducerBatch]:
-        """Return the batches that may be stored in the tier only (rule T4).  An earlier attempt may
-        have stored them before a leader, this or an earlier one, was elected without all data; no
-        broker can tell whether they are stored.
+        """Return the batches that may be stored only in the tier (rule T4).
+
+        An earlier attempt may have stored them.  Since then this leader or an earlier leader was
+        elected without all data, so no broker can tell whether they are stored.
         """
         return [
             batch

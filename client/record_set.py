@@ -74,8 +74,9 @@ class RecordSlice:
 
 @dataclass(slots=True, eq=False)
 class RecordSet:
-    """Records of one topic: parallel columns as `send` appended them; rare fields by record
-    index.
+    """Records of one topic, as parallel columns to which `send` appends.
+
+    Fields that few records have are dicts by record index.
     """
 
     topic: str
@@ -136,7 +137,7 @@ class RecordSet:
         if self.slices is None:
             self.split([RecordSlice(self, NONE, 0, self.count, None, self.size)])
         for each in self.slices or ():
-            each.rows = None  # a future that is kept must not keep the rows
+            each.rows = None  # a future that the caller keeps must not keep the rows
         if self.slices:
             resolve(self.slices, error=error)
 

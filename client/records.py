@@ -55,7 +55,7 @@ class ConsumerRecords:
         )  # fmt: skip
 
     def __iter__(self) -> Iterator[Record]:
-        """Return the iterator over the records that were not drawn yet; always the same one."""
+        """Return the iterator over the remaining records.  Every call returns the same iterator."""
         return self._records
 
     def __len__(self) -> int:

@@ -283,8 +283,9 @@ class Sender:
     def _out_of_order(
         self, batch: ProducerBatch, error: errors.PkError, log_start: int, now_ms: int
     ) -> None:
-        """Handle a broker without the batch before `batch`; if that was acknowledged, it is lost
-        (rule L6).
+        """Handle the refusal of a broker that lacks the batch before `batch`.
+
+        If the earlier batch was acknowledged, the broker has lost it (rule L6).
         """
         partition = batch.partition
         if partition.unresolved[0] is batch and not partition.gap:
@@ -341,8 +342,10 @@ class Sender:
     # -- leaders and epochs ------------------------------------------------------------------------
 
     def _leave(self, partition: PartitionBatches, leader: LeaderAndEpoch, now_ms: int) -> int:
-        """Take batches back from brokers that are no longer the leader.  Without idempotence their
-        responses are awaited first; returns until when.
+        """Take batches back from brokers that are no longer the leader.
+
+        Without idempotence the sender first waits for the responses of these brokers.  Returns the
+        time at which this wait ends.
         """
         away = [
             batch
@@ -365,8 +368,9 @@ class Sender:
         return now_ms
 
     def _mend(self, partition: PartitionBatches) -> bool:
-        """Close a gap once no batch is uncertain; returns whether the partition may send new
-        sequences.
+        """Close a gap once the outcome of every earlier attempt is known.
+
+        Returns whether the partition may send batches with new sequences.
         """
         if not partition.gap:
             return True
@@ -425,7 +429,7 @@ class Sender:
             f"delivery_timeout_ms={self._delivery_timeout_ms}: {what}"
             + (f"; {cause}" if cause else "")
         )
-        if cause:  # the failure lies in the cluster, and lasts
+        if cause:  # a lasting failure of the cluster
             setattr(error, "acts", "operator")  # noqa: B010 - differs from the class's default
         return error
 
@@ -539,7 +543,7 @@ class Sender:
     def _next_batch(
         self, partition: PartitionBatches, now_ms: int
     ) -> tuple[ProducerBatch | None, int]:
-        """Return the next batch to send; without one, when one will be ready."""
+        """Return the next batch to send.  If none is ready, return when one will be."""
         if self._transactional and partition.pair != self.granted:
             partition.begin_epoch(*self.granted)  # N5; all batches before have an outcome
         whole = self._mend(partition)

@@ -11,7 +11,7 @@ Invariants
       the oldest is removed first.
   K2  Of each log it holds one run of whole batches, as stored on the disk, up to the written end.
       A batch is added when its write is completed.  An append that is not kept ends the run, and a
-      log that was cut back (`cuts`) has none.
+      log that was cut back (`cuts`) has no run.
   K3  The batches are copied into memory of their own.  A view would keep the whole network frame
       that they came in.
 """
@@ -32,7 +32,7 @@ from pk.types import Epoch, Offset
 APPEND_BYTES_MAX = 32 * limits.KIB
 LOG_BYTES_MAX = 128 * limits.KIB
 BYTES_MAX = 16 * limits.MIB
-#: Memory that a batch takes beside its bytes, about: the objects that hold it.
+#: The approximate memory of the objects that hold a batch, beside its bytes.
 BATCH_OVERHEAD_BYTES = 256
 
 

@@ -79,8 +79,9 @@ class Checkpointer:
         """Write recovery points, log starts and high watermarks, SYNCED, of one directory or of
         all, one after another.  Producers that were silent too long at `now_ms` are forgotten.
 
-        Sealed segments are flushed first, beside the writer, so that recovery points follow the
-        rolls.  Raises the first storage error, after every directory was tried (log/manager M4).
+        Sealed segments are flushed first, in parallel to the writer, so that recovery points reach
+        the active segments.  Raises the first storage error, after every directory was tried
+        (log/manager M4).
         """
         problems: list[Exception] = []
         for each in self._directories if of is None else [of]:

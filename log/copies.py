@@ -1,9 +1,10 @@
 """A partition that stands in two data directories of one broker: which of the two logs is served.
 
-A directory fails, its replica moves to another broker and back into a second directory, and the
-first directory returns with the older log.  The metadata name the directory of the replica (rule
-R11): the log there is served, the other one is set aside.  Nothing is appended, renamed or removed
-in it; once the topic is deleted, or the replica moves away, it goes like any other stray.
+Two logs exist if a directory fails, its replica moves to another broker and back into a second
+directory, and the first directory then returns with the older log.  The metadata name the directory
+of the replica (rule R11).  The broker serves the log in that directory and sets the other log
+aside: it appends, renames and removes nothing in it.  The broker discards the other log as a stray
+once the topic is deleted or the replica moves away.
 """
 
 from __future__ import annotations

@@ -21,9 +21,10 @@ Rules
       failed disk stops them all (rule L2).
   N4  The size of a visit is bounded, because appends to other partitions of the directory wait
       until it is over.
-  N5  A partition is created in the directory that already has something of its name.  A log that
-      could not be opened there (for want of space or of a whole identity, for example) must not
-      begin in another directory without its records, even after its own directory has failed.
+  N5  If a data directory already has an entry of the partition's name, the partition is created
+      there.  The entry may be a log that could not be opened, for example because the disk is full.
+      This log must not begin in another directory without its records, even after its own directory
+      has failed.
   N6  A log that a checkpoint names and that is missing is not created as an empty log.
       `LogMissing` is raised until its replica was given up (rule L15).
 """
@@ -61,7 +62,8 @@ class NewPartition(NamedTuple):
     again: bool = False  #: an earlier attempt to create or open it failed, or it was a stray
     genesis: str = ""  #: id of the metadata log that knows the partition
     created: Offset = NONE  #: the offset that the metadata log had reached
-    directory_id: str = ""  #: of the directory that the metadata name for it; "" = any (rule R11)
+    #: id of the directory that the metadata name for it; "" = any directory (rule R11)
+    directory_id: str = ""
 
     @property
     def key(self) -> PartitionKey:

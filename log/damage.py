@@ -122,8 +122,10 @@ def end_of_range(
     index: SparseIndex | None = None,
     base_offset: Offset = 0,
 ) -> Offset:
-    """Return where the damaged range ends that begins with `offset`, at `position`; UNKNOWN =
-    nothing says it.  Reads from there to the next whole batch.  index: of the segment, whose first
+    """Return the end of the damaged range that begins with `offset`, at `position`; UNKNOWN if
+    nothing says where it ends.
+
+    Reads from `position` to the next whole batch.  index: the index of the segment, whose first
     offset is `base_offset`.
     """
     rest = _Survey(read, size, base_offset, end_offset, index, None, True)

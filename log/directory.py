@@ -399,15 +399,17 @@ def note_run(storage: Storage, run: LastRun) -> None:
 
 
 def last_run_of(directories: Sequence[Directory]) -> LastRun | None:
-    """Return the newest last run of the previous process, which wrote its directories one after
-    another.
+    """Return the newest of the last runs in the directories, or None.
+
+    They differ, because the previous process wrote its directories one after another.
     """
     return max((each.last_run for each in directories if each.last_run is not None), default=None)
 
 
 def recovered_activity_ms(directories: Sequence[Directory], wall_ms: int) -> int:
-    """Return when a producer that is read back from a log was last active: not before the last run
-    (L10).
+    """Return the time that counts as the last activity of a producer read back from a log.
+
+    It is not before the last run of the broker (L10).
     """
     before = last_run_of(directories)
     return wall_ms if before is None else max(wall_ms, before.wall_ms)
@@ -435,9 +437,11 @@ def mark_clean(storage: Storage, run: ProcessRun) -> None:
 
 
 def read_offsets(storage: Storage, name: str) -> Offsets:
-    """Read a checkpoint of offsets.  A missing or torn file returns {}, which is safe for each of
-    them: scan everything, begin at the first segment.  Raises `NewerFormat` for another version:
-    its content counts, for example the log starts of deleted records.
+    """Read a checkpoint of offsets.  Returns {} for a missing or torn file.
+
+    {} is safe for each of these checkpoints: the broker scans every segment, and the log begins at
+    its first segment.  Raises `NewerFormat` for a file of another version, because it may hold log
+    starts that this start must keep.
     """
     try:
         lines = checkpoints.decode(name, storage.read_file(name))

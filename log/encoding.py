@@ -28,7 +28,8 @@ I64 = npt.NDArray[np.int64]
 #: Arrow's binary offsets are i32, so no decoded body may be larger, whatever a topic allows.
 DECODED_BYTES_MAX = 2**31 - 1
 
-UNITS = {"s": 1000, "ms": 1, "us": 1000, "ns": 1_000_000}  #: per ms, but for s
+#: Units of timestamps: how many make a millisecond; for s, how many milliseconds make a second.
+UNITS = {"s": 1000, "ms": 1, "us": 1000, "ns": 1_000_000}
 LENGTH = struct.Struct("<I")
 
 

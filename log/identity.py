@@ -14,9 +14,9 @@ unknown (rule L15).  The identity is restored from the second copy, or the parti
 until an operator adopts or discards the directory (`pk log adopt | discard`, log/adoption.py).
 
 Invariants
-  I1  The second copy names a log from the moment when its directory is SYNCED, and before its first
-      record is acknowledged, until the log is given up.  It names one topic id for each partition
-      name.
+  I1  The second copy names a log as soon as the log's directory is SYNCED, and before the first
+      record of the log is acknowledged.  It names the log until the log is given up.  It has one
+      topic id for each partition name.
   I2  An identity is restored only if its file is missing or fails its checksum.
 """
 

@@ -80,7 +80,7 @@ class Extent(NamedTuple):
         )
 
     def beyond(self, size: int, next_offset: int) -> Extent:
-        """Return an extent with the same batches and another end, because damage lies between."""
+        """Return this extent with another end.  The bytes behind the last batch are damaged."""
         return self._replace(size=size, next_offset=next_offset)
 
 

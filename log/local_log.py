@@ -13,7 +13,7 @@ The loop, the write lane and the readers share one `LocalLog`.  Each field has o
 Invariants
   M1  `segments` is one immutable tuple, oldest first, never empty.  It is replaced as a whole, so
       that a reader that took it once sees no change (log/reading A1).
-  M2  what is written never exceeds what is decided (log/appending).
+  M2  The written end never exceeds the decided end (log/appending).
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ from pk.world import World
 
 ConfigOf = Callable[[str, TopicPartition], LogConfig | None]
 
-#: How long a stray is kept; a deleted partition is kept its topic's file_delete_delay_ms.
+#: How long a stray is kept.  A deleted partition is kept for its topic's file_delete_delay_ms.
 STRAY_DELAY_MS = 60_000
 
 
@@ -90,7 +90,8 @@ class LogManager:
         #: Whether the metadata say that the log of this identity is no longer needed (M5).
         self.gone: Callable[[Identity], bool] = lambda found: False
         self.named: Callable[[PartitionKey], str] = lambda key: ""  #: its directory's id (R11)
-        self.ignored: list[str] = []  #: what is called neither <topic>-<number> nor a deleted log
+        #: Directories whose names are neither <topic>-<number> nor those of deleted logs.
+        self.ignored: list[str] = []
         self.restored: dict[str, str] = {}  #: directories with a restored identity, and why
         #: Replicas that an operator adopted or discarded; the cluster has not confirmed it yet.
         self.operator_marked: dict[PartitionKey, None] = {}
@@ -511,7 +512,7 @@ class LogManager:
         await self._checkpoints.write_log_starts(directory)
 
     async def reopen(self, key: PartitionKey) -> None:
-        """Open a log that a full disk left half-way (`torn`) as a start of the process would.
+        """Open a log again, as at a start of the process, after a cut stopped half-way (`torn`).
 
         Raises `StorageFull`, which leaves the log as it was, `CorruptLog` or `StorageFailed`.
         """
@@ -543,7 +544,8 @@ class LogManager:
         self._checkpoints.set_high_watermark(key, offset)
 
     def remember_broker_epoch(self, broker_epoch: int) -> None:
-        """Store the broker epoch for run.json, written soon, and the clean-shutdown file (L3)."""
+        """Remember the broker epoch, and write it to run.json soon (L3).  `close` writes it to the
+        clean-shutdown file."""
         self._broker_epoch = broker_epoch
         for directory in self.directories:
             if directory.failed is None:

@@ -12,11 +12,11 @@ must also have been created under this very metadata log, below the offset that 
 reached.  Any other directory is kept, and listed (rule L15), because other metadata may know it.
 
 Invariants
-  Y1  No directory is renamed or removed before `unknown` is asked.
+  Y1  No directory is renamed or removed before `unknown` is called.
   Y2  A partition that becomes known is served from the directory where it stands.
   Y3  A directory is discarded only if it still belongs to the topic id that was noted as a stray.
-      The topic may have been re-created at the same path, after a full disk had prevented it
-      before.
+      A re-creation of the topic at the same path, which a full disk had prevented, may have
+      succeeded since.
   Y4  The directory of a partition that the metadata cannot know is neither renamed nor removed.
 """
 

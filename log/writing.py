@@ -93,8 +93,9 @@ class LocalLogWriter:
         """Do the plan's file operations.  If the storage raises, every plan of this generation
         fails.
 
-        On a full disk the batches before a failed roll lie whole in their segment until the next
-        plan cuts them off.  If the process dies before that, they are stored.  The error says so.
+        If a roll fails on a full disk, the batches before it stay in their segment until the next
+        plan cuts them off.  If the process dies before that, these batches are stored.  The error
+        says so.
         """
         if plan.generation <= self._failed:
             assert self._error is not None
@@ -232,7 +233,7 @@ class LocalLogWriter:
             return
         at = segment_at(self._local.segments, offset)
         if at and offset == self._local.segments[at].base_offset:
-            at -= 1  # the first segment stays: only its snapshot has the producers from before it
+            at -= 1  # but segment 0 is kept: only its snapshot has the producers from before it
         kept, active = self._local.segments[: at + 1], self._local.segments[at]
         self.torn = True
         for segment in reversed(self._local.segments[at + 1 :]):
@@ -352,7 +353,7 @@ class LocalLogWriter:
             same_boot=True,
             recovery_point=0,
             log_start=0 if kept else offset,
-            # A producer that is read back counts as heard when the newest one was, not in 1970.
+            # A producer read back counts as active at the time of the newest append, not in 1970.
             now_ms=self._decided.producers.newest_ms,
         )
         # log/loading O4: below `offset`, too
@@ -360,7 +361,7 @@ class LocalLogWriter:
         self._go_on_with(loaded)
 
     def reopen(self, recovery_point: Offset) -> None:
-        """Open a log that was left half-way (`torn`) as a start of the process would."""
+        """Open a log again, as at a start of the process, after a cut stopped half-way (`torn`)."""
         for segment in self._local.segments:
             self._local.cache.forget(segment)
             file, segment.file = segment.file, None

@@ -208,7 +208,8 @@ class ReaderCheck:
 
     def __init__(self, name: str, oracle: Oracle, *, tail: bool = False) -> None:
         self.name = name
-        self._tail = tail  #: after a deletion of records it goes on at the end of the log
+        #: Whether the reader goes on at the end of the log after a deletion of records.
+        self._tail = tail
         self._oracle = oracle
         self.lines: dict[tuple[str, int], _Line] = {}
         self.rows = 0

@@ -276,7 +276,7 @@ class ReplicaCheck:
             seen.compared = 0
 
     def forget(self, broker: NodeId, key: PartitionKey | None = None) -> None:
-        """Forget the replicas of a broker whose disk is lost, or one that was moved away."""
+        """Forget the replicas of a broker whose disk is lost, or one replica that moved away."""
         for place in list(self._replicas):
             if place[1] == broker and key in (None, place[0]):
                 del self._replicas[place]

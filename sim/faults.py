@@ -80,9 +80,8 @@ class Faults:
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._number = 0
         self._next_ms = self._rng.uniform(100, 800)
-        self.calm_since_ms = (
-            0.0  #: since then no fault but `leader_full` was active; may lie in the future
-        )
+        #: The time since which no fault except `leader_full` is active; may lie in the future.
+        self.calm_since_ms = 0.0
         self.rarer = 1  #: factor of the pauses between two faults
         self.counts: dict[str, int] = {}
         self.met: dict[str, int] = {}  #: effects that were counted, by name

@@ -13,7 +13,7 @@ from pk.log.writing import LocalLogWriter
 
 
 def what_was_not_renamed_is_forgotten(stack: ExitStack) -> None:
-    """Forget segments whose rename failed, and disable what reads around the hole this leaves.
+    """Forget segments whose rename failed, and disable the code that reads around the hole.
 
     A later drop removes the segments behind a segment that kept its name (log/writing W2).  Salvage
     (log/loading O10) would read around this hole at the next opening.  Without a tier the hole lies

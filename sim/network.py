@@ -11,8 +11,8 @@ Rules
   N5  A cut, in one direction or both, holds frames back.  A stream that was cut for `silence_ms`
       breaks on both ends, like the keepalive of the real network.  A connection attempt across a
       cut fails after `connect_ms`.
-  N6  The streams of a killed node break at its peers after one delay (a reset, rule R7); its own
-      ends no longer exist.
+  N6  The streams of a killed node break at its peers after one delay (a reset, rule R7).  The
+      node's own ends no longer exist.
   N7  After a break the receiver may still receive frames that had arrived.  Frames on their way are
       lost.  If only the sender takes the stream for broken (`give_up`), they arrive late: the
       sender may have connected again and repeated its request by then.  On one stream no frame is

@@ -79,7 +79,7 @@ FAULTS = (
     *_TABLE_FAULTS,
     *_FRONT_FAULTS,
 )
-#: The administrator's chores, in two groups for the same reason.
+#: The administrator's chores, in two groups: a seed draws the second group later, too.
 _FIRST_CHORES = ("recreate", "grow", "delete_records", "configure", "reassign", "elect")
 _LATER_CHORES = ("reassign_back", "toggle")
 #: The chores of a run that names none; drawn runs may have all of CHORES.
@@ -94,8 +94,8 @@ CONTROLLER, BROKER, TIER = "controller", "broker", "tier"
 #: Bytes between two snapshots of the metadata log: so many that a run seldom has a snapshot, or so
 #: few that a node that was away for a moment has to load one.
 SNAPSHOT_BYTES = (20 * limits.MIB, 20_000, 3_000)
-#: Mostly every event has an instant of its own; a large grain gives many events one instant, as in
-#: a busy event loop.
+#: In most runs every event has a time of its own.  A large grain gives many events the same time,
+#: as in a busy event loop.
 GRAIN_US = (1, 1, 1_000, 4_000, 20_000)
 #: How long a producer may be silent.  The shorter time is still longer than any producer of a run
 #: retries (workload.DELIVERY_MS) and than an unnoticed clock step.
@@ -230,7 +230,8 @@ def drawn(rng: random.Random, *, faults: Iterable[str] | None = None, **given: A
 
 
 def _drawn_later(rng: random.Random, options: SimOptions) -> SimOptions:
-    """Draw the second group of options after the first, whose draws so stay the same."""
+    """Draw the second group of options after the first, so that the draws of the first stay the
+    same."""
     snapshots = {"metadata_log_max_record_bytes_between_snapshots": rng.choice(SNAPSHOT_BYTES)}
     faults = tuple(name for name in _LATER_FAULTS if rng.random() < 0.5)
     chores = tuple(name for name in _LATER_CHORES if rng.random() < 0.4)

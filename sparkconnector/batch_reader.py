@@ -76,13 +76,13 @@ class Narrowed:
 
 
 class _PushFilters:
-    """A stand-in for the method `pushFilters`, which a reader must not override while push-down is
-    off.
+    """A replacement for the method `pushFilters`, which a reader must not override while push-down
+    is off.
 
-    Push-down is off by default, and Spark then refuses a reader that overrides the method.  Spark
-    finds out by comparing `reader.pushFilters.__func__` with the base class's function.  This
-    object has that attribute, so the reader passes, and Spark calls the object only when push-down
-    is on.  If Spark changes the comparison, its own error names the setting to change.
+    Push-down is off by default, and Spark then refuses a reader that overrides the method.  To find
+    out, Spark compares `reader.pushFilters.__func__` with the base class's function.  This object
+    has the attribute with that function, so Spark accepts the reader.  Spark calls the object only
+    if push-down is on.  If Spark changes the comparison, its own error names the setting to change.
     """
 
     def __init__(self, reader: PkReader) -> None:

@@ -46,7 +46,7 @@ T = TypeVar("T")
 STREAMS_IDLE_MAX = 8
 #: A live broker answers the hello within milliseconds.
 HELLO_TIMEOUT_MS = 5_000
-#: Extra time beyond the patience in which an attempt may still raise its own error.
+#: After the patience is over, an attempt has this time to raise its own error.
 LAST_WORD_MS = 50
 EARLIEST, LATEST, EARLIEST_LOCAL, TIERED_END = -2, -1, -4, -5
 

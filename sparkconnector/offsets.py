@@ -17,8 +17,8 @@ error here: the caller raises it or continues with the rest, as `failOnDataLoss`
 
 Invariants
   O1  Equal progress has equal JSON, and parsing the JSON gives the same progress.
-  O2  Each range of `between` begins at the start progress.  Two exceptions: a range shortened by a
-      reported loss, and a new partition, which begins at its earliest offset.
+  O2  Each range of `between` begins at the start progress.  There are two exceptions: a range that
+      a reported loss shortens, and a new partition, which begins at its earliest offset.
   O3  A topic that was deleted and re-created is another log: its offsets are never compared with
       those of the old topic (rule L8).
   O4  If the record before a stored offset has another leader epoch now, an unclean election cut the
@@ -321,7 +321,7 @@ def between(
 def _cut(one: Bounds, offset: int, epoch: int) -> tuple[int, list[Loss]]:
     """Return where to read from, and the loss, if the record before `offset` is another one (O4).
 
-    A log that ends below `offset` is no matter of this function: `_one_range` reports it.
+    This function does not report a log that ends below `offset`; `_one_range` does.
     """
     epochs = _epochs_of(one)
     now = epochs.epoch_of(offset - 1)

@@ -11,7 +11,8 @@ spell them.  `kafka.X` means `pk.X`.  Each given name falls into one class:
   Spark's own  ignored
   unknown      refused, with the nearest valid name
 
-A timestamp wins over offsets by timestamp, and these over offsets (Kafka's order; one warning).
+If several of them are given, one timestamp has precedence over timestamps by partition, and these
+over offsets.  This is Kafka's order; one warning names the others.
 """
 
 from __future__ import annotations

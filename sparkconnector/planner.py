@@ -180,9 +180,9 @@ class Planner:
     ) -> list[Range]:
         """Return the ranges without the offsets that retention removed from the tables meanwhile.
 
-        A table no longer lists files below its start, so no task would notice that their records
-        are missing.  The method therefore settles them, and rows that another engine deleted, as
-        losses.
+        A table does not list files below its start, so no task would notice that their records are
+        missing.  The method therefore reports these records, and rows that another engine deleted,
+        as losses.
         """
         left, losses = [], []
         for one in wanted:
@@ -274,7 +274,8 @@ def _cold(task: Task, source: Source, shape: Any) -> Iterator[pa.RecordBatch]:
         _report_loss(source, _loss(part, cause), cause)
 
     def elsewhere(rest: Range, error: errors.DamagedTierFile) -> Iterator[pa.RecordBatch]:
-        """Report the file to the broker and read `rest` there: it may still have the records."""
+        """Report the file to the broker and read `rest` from the broker, which may still have the
+        records."""
         from pk.sparkconnector.connection import cluster
 
         warn(f"{error.message}; {rest} is read through the broker")

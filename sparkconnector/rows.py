@@ -2,8 +2,8 @@
 
 Spark compares the schema of the first batch strictly with its own.  Then it copies every batch
 through a socket, and row by row into its own format.  This module therefore uses the exact types
-from the start, builds only the requested columns, cuts constant columns from one cached array, and
-keeps batches neither tiny nor huge.  Python code never touches single rows.
+from the start, builds only the requested columns, and cuts constant columns from one cached array.
+It merges small batches and splits large ones.  Python code never touches single rows.
 
 Invariants
   A1  A row is returned exactly if its offset lies in the range and its batch is neither a control

@@ -28,8 +28,9 @@ _DELTA = {
 #: Spark's Parquet reader verifies the checksums of pages only with this setting.  Delta ignores it
 #: as an option of a read, but not in the session's configuration.  No setting verifies the footer.
 VERIFY_PAGES = "parquet.page.verify-checksum.enabled"
-#: Arrow's Java vectors check at each access that the buffer is alive, that the index is inside, and
-#: that the value is not null.  Spark asks only for existing rows and checks for null itself.
+#: Arrow's Java vectors check at each access that the buffer is not released, that the index is in
+#: bounds, and that the value is not null.  Spark reads only existing rows and checks for null
+#: itself.
 #: Without Arrow's checks, the JVM's part of a read costs a tenth less (docs/design/0004).  These
 #: are environment variables because Java options would replace the user's.
 _ARROW = {

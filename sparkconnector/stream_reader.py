@@ -9,8 +9,8 @@ start and end.  An exception ends the query, so connection.py retries transient 
 Rules
   B1  If there is nothing new, latestOffset returns `start` unchanged.  Spark compares offsets as
       text, and a different spelling would start a batch.
-  B2  Of several limits, the tighter one wins.  The reader computes it, because Spark only hands the
-      reader's own limit back.  `Trigger.Once` asks for everything and gets it.
+  B2  Of several limits, the smallest applies.  The reader computes it, because Spark only passes
+      the reader's own limit back.  `Trigger.Once` reads everything.
   B3  AvailableNow fixes its target once, for the partitions that exist then.  Limits apply to each
       batch, but minOffsetsPerTrigger does not: the query could wait for it without end.
   B4  A batch with fewer than minOffsetsPerTrigger new offsets waits until maxTriggerDelay has

@@ -182,7 +182,7 @@ def lost_in(
 def data_loss(
     uri: str, partition: int, version: int, start: Offset, end: Offset
 ) -> errors.DataLoss:
-    """Returns the error that a reader of a missing range gets."""
+    """Returns the error with which a read of a missing range fails."""
     return errors.DataLoss(
         f"{uri}: no file of version {version} holds offsets [{start}, {end}) of partition "
         f"{partition}: another engine deleted these rows, or restored an older version. "

@@ -48,8 +48,8 @@ ZSTD_LEVEL = 3
 PIECES_MAX = 8
 #: All values of a row group are in one page, because each page has a fixed cost.
 PAGE_BYTES = 2 * GROUP_BYTES
-#: Values are stored uncompressed if a sample shrinks only to more than this share: compressing them
-#: costs as much as the rest of the file, and every reader pays again.
+#: Values are stored uncompressed if compression leaves more than this share of a sample.
+#: Compressing them costs as much as the rest of the file, and every reader must decompress them.
 _COMPRESSED_SHARE = 0.95
 _SAMPLE_BYTES = 256 * 1024
 #: A key column with a larger share of distinct values than this is stored without a dictionary.

@@ -1,5 +1,5 @@
-"""Copies one partition to the tier: decides which range is copied when, and which local data may
-go.
+"""Copies one partition to the tier: decides which range is copied when, and which local data may be
+dropped.
 
 Sans-IO; one machine per partition.  The table is the source of truth: the copier starts at the
 table's end, and returns to it after every refusal or unknown outcome (rule T5).
@@ -17,9 +17,9 @@ Invariants
   K4  `droppable_end` covers only ranges whose files answered a HEAD after `local_drop_delay_ms`
       (rule T6).
   K5  The copier deletes no object; VACUUM deletes uploads that were never committed (rule T5).
-  K6  A table with a problem stops copying and dropping, but not the broker; it is reported.
-  K7  A table that has diverged from the log (rule T15) is not continued, and is not reported as
-      covering anything: its newest records are not those of the log.
+  K6  The copier reports a table's problem, and neither copies nor drops.  The broker continues.
+  K7  If the table has diverged from the log (rule T15), the copier does not append to it and
+      reports no coverage, because the table's newest records are not those of the log.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ class Copier:
         self._hand_over: CommitToTable | None = None
         self._repair: _Repair | None = None
         self._hopeless: dict[str, None] = {}  #: damaged files whose rows the local log lacks
-        self._marks: deque[tuple[int, Offset]] = deque()  #: (first seen, LSO then)
+        self._marks: deque[tuple[int, Offset]] = deque()  #: (time, the LSO first seen at that time)
         self._measuring: Measure | None = None
         self._measure_not_before_ms = 0
         self._backlog_bytes: int | None = None

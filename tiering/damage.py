@@ -94,7 +94,8 @@ class DamagedFiles:
         return sorted({file.partition for file in gone})
 
     def of(self, partition: int) -> list[DamagedFile]:
-        """Returns the damaged files of a partition by path, hence by offset."""
+        """Returns the damaged files of a partition in the order of their paths, which is the order
+        of their offsets."""
         return [each for each in self.all() if each.file.partition == partition]
 
     def next(self, count: int) -> list[DamagedFile]:

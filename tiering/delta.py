@@ -12,10 +12,10 @@ opens the table again and compares (rule T8).
 Invariants
   E1  One call at a time runs on a handle.  A handle whose call raised or overran its deadline is
       discarded.
-  E2  The snapshot after pk's own commit is derived from the one before instead of being listed
-      again, because the commit was exact.
-  E3  A protocol other than reader 1 / writer 2 without features never yields a snapshot that is
-      written to.
+  E2  After its own commit, pk derives the new snapshot from the one before and does not list the
+      files again, because the commit was exact.
+  E3  pk never commits on a snapshot of a table with another protocol than reader 1 / writer 2
+      without features.
   E4  A loaded version is compared with the checksums of pk's commits before it is used
       (log_check.py).  This covers the checkpoint that the version was read from.
 """
@@ -391,8 +391,10 @@ class DeltaLogTable:
         return versions
 
     async def vacuum(self, retention_ms: int, may_delete: MayDelete) -> int | None:
-        """Deletes files that commits removed at least `retention_ms` ago.  Returns how many, or
-        None if `may_delete`, called once the files are known, returns False.
+        """Deletes files that commits removed at least `retention_ms` ago.  Returns their number.
+
+        Calls `may_delete` once the files are known.  If it returns False, deletes no file and
+        returns None.
 
         Nothing is written to the log: a vacuum that commits makes every handle read it again.
         """
@@ -411,7 +413,7 @@ class DeltaLogTable:
             if not await may_delete():
                 return None
             pending_delete = tombstones.looked(named, now_ms) if look else []
-            # after the last call that may fail: none is forgotten
+            # noted after the last call that may fail, so that no deleted file is forgotten
             pending_delete += tombstones.expired(retention_ms, now_ms)
             pending_delete = [
                 path for path in dict.fromkeys(pending_delete) if path not in snapshot.files

@@ -56,8 +56,11 @@ def add_action(new: NewFile, stats: str) -> AddAction:
 
 
 def _iso(timestamp_ms: int) -> str:
-    """Returns Delta's text of a timestamp; out of its range, the nearest one that does not prune
-    wrongly."""
+    """Returns Delta's text of a timestamp.
+
+    For a timestamp out of Delta's range it returns the nearest text with which readers do not skip
+    a file that they need.
+    """
     clamped = log_check.clamped_ms(timestamp_ms)
     moment = _EPOCH + datetime.timedelta(milliseconds=clamped)
     return moment.strftime("%Y-%m-%dT%H:%M:%S.") + f"{clamped % 1000:03d}Z"
@@ -204,8 +207,11 @@ _DENIED = (
 
 
 def translated(uri: str, doing: str, cause: BaseException) -> errors.PkError:
-    """Returns deltalake's error as one of pk's.  An unknown one is `TierUnavailable`: the caller
-    reloads and looks (T5)."""
+    """Returns deltalake's error as an error of pk.
+
+    An unknown error becomes `TierUnavailable`: the caller loads the table again and looks for its
+    change (T5).
+    """
     if isinstance(cause, errors.PkError):
         return cause
     text, low = error_text(str(cause)), str(cause).lower()

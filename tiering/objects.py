@@ -48,8 +48,10 @@ class ObjectStore(Protocol):
     async def put(self, path: str, data: Buffer) -> None: ...
 
     async def put_if_absent(self, path: str, data: Buffer) -> bool:
-        """Writes an object unless it exists; then returns False.  Exactly one of several concurrent
-        calls returns True."""
+        """Writes an object.  Returns False, and writes nothing, if it exists.
+
+        Exactly one of several concurrent calls returns True.
+        """
         ...
 
     async def get_range(self, path: str, start: int, size: int) -> bytes:

@@ -10,10 +10,11 @@ small (`OutputBufferFull`), the caller grows it and writes the file again.  Only
 written once take memory.
 
 Invariants
-  B1  `data` is valid until `clear`; a caller that still reads it must not return the buffer.
+  B1  `data` is valid until `clear`.  A caller returns the buffer only once it no longer reads
+      `data`.
   B2  The memory begins at a block's boundary, so that a store may write it past the page cache.
-  B3  The memory in use is what the largest file so far took, unless that file was unusually large
-      (USUAL_BYTES).
+  B3  A buffer uses as much memory as the largest file so far, or USUAL_BYTES if that file was
+      larger.
 """
 
 from __future__ import annotations

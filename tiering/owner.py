@@ -14,15 +14,15 @@ Invariants
   W1  At most one operation on the table is under way.
   W2  Every commit is planned on the snapshot that it is exact about.  Nothing is carried over from
       a failed attempt; if it landed after all, the next snapshot shows it (rule T5).
-  W3  A request is answered exactly once, and `done` only from a snapshot that holds its change.
+  W3  A request is answered exactly once.  It is answered `done` only if a snapshot has its change.
   W4  A table that another engine or process altered (rule T8) is never written to.  All requests
       are refused until the table is restored; the broker keeps its data local meanwhile.
   W5  The owner deletes no object.  VACUUM deletes an object once the table no longer names it.
-  W6  Nothing is planned or answered on counters that were not read.  If a request or log start
-      arrives during a load and concerns a partition that the load did not ask for, the owner loads
+  W6  The owner plans and answers only with counters that it has read.  If a request or log start
+      for a partition arrives during a load that did not ask for this partition, the owner loads
       again.
-  W7  A request or log start that arrives after a load was requested is not judged by that load:
-      another node may have committed meanwhile.  It waits for the next load.
+  W7  A request or log start that arrives after a load was requested waits for the next load,
+      because another node may have committed since the first load.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ TIMER = "owner"
 
 #: Maximum number of requests that wait for a commit; further ones get ThrottledError.
 WAITING_MAX = 10_000
-#: A commit conflict is retried immediately this often, then with back-off.
+#: The number of immediate retries after commit conflicts; further retries wait with back-off.
 CONFLICTS_AT_ONCE = 3
 BACKOFF_MAX_MS = 30_000
 
@@ -431,8 +431,10 @@ class Owner:
                 )
 
     def _may_create(self) -> bool:
-        """Returns whether a missing table may be created: only if there is something to write.  A
-        claim that only asks creates none."""
+        """Returns whether a missing table may be created: only if there is something to write.
+
+        A `ClaimPartition` without `commit` creates no table.
+        """
         return bool(self._state.log_starts) or any(
             isinstance(item, Submission) or item.commit for item in self._state.waiting
         )

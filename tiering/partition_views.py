@@ -17,7 +17,7 @@ def _epochs(description: wire.TierPartition) -> tuple[tuple[Epoch, Offset], ...]
 
 
 def view_of(description: wire.TierPartition, retry_backoff_ms: int) -> View:
-    """Returns the partition as the copier takes it."""
+    """Returns the partition in the form that the copier needs."""
     configs = description.configs
     return View(
         leader_epoch=description.leader_epoch,
@@ -39,15 +39,20 @@ def view_of(description: wire.TierPartition, retry_backoff_ms: int) -> View:
 def partition_directory_of(
     description: wire.TierPartition, storage: Storage, path: str
 ) -> PartitionDirectory:
-    """Returns the partition as an upload takes it.  Stored batches were within the topic's size
-    bound when they were appended, even if the bound has changed since (L13)."""
+    """Returns the partition in the form that an upload needs.
+
+    The size bound of decoded batches is the largest one.  Stored batches were within the topic's
+    bound when they were appended, even if that bound has changed since (L13).
+    """
     dense = "compact" not in description.configs["cleanup_policy"]
     return PartitionDirectory(storage, path, DECODED_BYTES_MAX, dense, _epochs(description))
 
 
 def log_start_of(description: wire.TierPartition) -> LogStart:
-    """Returns the log start as the owner takes it; its epoch is NONE if the leader's cache does not
-    reach down to it (T9)."""
+    """Returns the log start in the form that the owner needs.
+
+    The epoch is NONE if the leader's epoch cache does not reach down to the log start (T9).
+    """
     found = NONE
     for each in description.epochs:
         if each.start_offset < min(description.log_start, description.known_log_start):

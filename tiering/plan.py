@@ -70,8 +70,10 @@ class LogStart:
 
     @property
     def target(self) -> Offset:
-        """Returns where the table may start: a deletion that a successor may not know is not
-        followed."""
+        """Returns the offset up to which the table's start may move.
+
+        The table does not follow a deletion that the next leader may not know.
+        """
         return self.log_start if self.known is None else min(self.known, self.log_start)
 
 
@@ -207,7 +209,7 @@ def _take(draft: _Draft, item: Submission, result: Plan, retention: bool) -> Non
         result.waiting.append(item)
         return
     if change.removes and retention != change.data_change and draft.removes:
-        result.waiting.append(item)  # one version either changes the data or does not
+        result.waiting.append(item)  # a version has either data changes or other changes
         return
     if change.accept:
         _settle(draft, item, result)

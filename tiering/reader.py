@@ -4,8 +4,8 @@ timestamp.
 World-generic.  A read is planned on one snapshot: the reader takes the files whose statistics
 overlap the range, then their row groups from cached footers.  It does not assume that files are
 sorted or disjoint, because outside maintenance may have rewritten them (rule T10).  When row groups
-overlap, a first pass keeps only their offsets and cuts the range to what fits the byte bound; a
-second pass merges the rows by offset.
+overlap, a first pass reads only their offsets and shortens the range to the byte bound; a second
+pass merges the rows by offset.
 
 Invariants
   H1  Rows are returned in offset order and each offset once.  All rows of `[offset, next_offset)`
@@ -18,9 +18,9 @@ Invariants
       read again.  The file fails only its own range: a read that begins below it ends before it.
   H5  Two readers of the same row group share one download.
   H6  The reader forgets every file that the table no longer names.
-  H7  A read that is late returns the rows it has, if there are any.  Otherwise a client that times
-      out would ask for the same range again, and with a cache smaller than the range would never
-      get an answer.
+  H7  A read that is late returns the rows found so far, if there are any.  Otherwise a client that
+      timed out would request the same range again and again.  With a cache smaller than the range
+      it would never get an answer.
 """
 
 from __future__ import annotations

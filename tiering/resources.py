@@ -1,4 +1,4 @@
-"""Sets what the tier process takes of the machine: priority, threads, memory.
+"""Sets the priority, the threads and the memory of the tier process.
 
 Only the tier's own process calls this, once, before Arrow and deltalake are loaded.
 
@@ -8,8 +8,8 @@ appending it (`make soak` reports both), and on a busy machine the copier must s
 The broker keeps records that are not tiered: a copier that stays behind fills the broker's disk.
 
 Rules
-  Z1  The number of threads is fixed, whatever the machine: a few copy, the others wait for the
-      store.
+  Z1  The number of threads does not depend on the machine.  A few threads copy, and the others wait
+      for the store.
   Z2  Memory is reused.  Each allocator of the process has one heap for all threads: a heap or cache
       per thread grows with every thread that starts and ends.  glibc's allocator (Python, numpy,
       Parquet) keeps freed memory, because every file needs large blocks, and returning a page to

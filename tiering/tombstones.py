@@ -1,14 +1,15 @@
 """Decides which files a vacuum deletes: those that the log removed long enough ago, each once.
 
-deltalake finds these files by reading the whole log, and names a file at every vacuum as long as
-its tombstone exists (a week).  With a short interval, that cost more than the copying, and it grew.
+deltalake finds these files by reading the whole log, and lists a file at every vacuum while its
+tombstone exists (a week).  With a short interval between vacuums this cost more CPU time than the
+copying, and the cost grew.
 The removals of this process's own commits are known without the log.  The log is read only for
 removals that another engine or process may have made, or that are older than this process.
 
 Invariants
-  M1  A file is deleted only if a commit removed it at least the retention ago.  The age of an own
-      removal is measured with a monotonic clock: all times here but those of `RemovalDates` are its
-      times.
+  M1  A file is deleted only if a commit removed it at least one retention ago.  The age of an own
+      removal is measured with a monotonic clock.  All times here are times of that clock, except
+      those of `RemovalDates`.
   M2  After `foreign(t)`, every vacuum reads the log, up to and including the first one after t +
       retention.  From then on, no removal made before t is missing here.
   M3  Memory is bounded: at most PATHS_MAX paths of own removals that are not deleted yet (with

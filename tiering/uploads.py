@@ -176,8 +176,10 @@ def _corrupt(
 
 
 def measure(source: PartitionDirectory, start: Offset, limit: Offset, log_end: Offset) -> int:
-    """Returns about how many log bytes lie in `[start, limit)`: each segment's share by its
-    offsets."""
+    """Returns the approximate number of log bytes in `[start, limit)`.
+
+    The bytes of a segment are taken to be spread evenly over its offsets.
+    """
     bases = _bases(source)
     if not bases:
         return 0  # the topic was deleted meanwhile

@@ -215,9 +215,12 @@ class TierWorker:
     async def _place(
         self, topic: TopicTier, partition: int, upto: Offset = 0, *, fresh: bool = False
     ) -> TablePartition:
-        """Returns the newest known version if it reaches `upto`; otherwise loads the newest there
-        is.  Raises the reason if the table cannot be read (T8).  The snapshot of a table that this
-        node does not write to may be outdated.  A store that refuses writes may still be read."""
+        """Returns the newest known version if it reaches `upto`; otherwise loads the newest
+        version.
+
+        Raises the reason if the table cannot be read (T8).  The snapshot of a table that this node
+        does not write to may be outdated.  A table in a store that refuses writes can be read.
+        """
         if isinstance(topic.owner.problem, errors.TierTableChanged):
             raise topic.owner.problem.with_traceback(None)
         snapshot = topic.owner.snapshot

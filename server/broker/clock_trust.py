@@ -1,4 +1,5 @@
-"""Whether a broker trusts its wall clock: may records and producers expire by age? (L10)
+"""Decides whether a broker trusts its wall clock.  Only then may records and producers expire by
+age (rule L10).
 
 Sans-IO.  The broker compares the time of records with its own clock to decide what has expired, so
 a clock that is far ahead would delete everything.  Therefore the wall clock itself is checked
@@ -50,7 +51,7 @@ from typing import NamedTuple
 from pk.log.last_run import LastRun
 from pk.types import NodeId
 
-#: A difference between two looks at the clock that a slewed clock may have.
+#: Between two observations, a slewed clock may differ by up to this from CLOCK_BOOTTIME.
 SLEW_MS = 500
 #: A reply that took longer measures the other nodes' clocks too inaccurately.
 DELAY_MAX_MS = 5_000
@@ -308,7 +309,7 @@ class ClockTrust:
     def producer_activity_ms(self, wall_ms: int, boottime_ms: int) -> int:
         """Return the time to store as a producer's last activity.
 
-        So a clock that was set back does not make producers look idle for longer (W3).
+        After the clock was set back, producers therefore do not look idle for longer (W3).
         """
         return max(wall_ms, self._true_line_ms + boottime_ms)
 

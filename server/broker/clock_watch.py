@@ -2,7 +2,7 @@
 
 World-generic.  Every part of the broker that decides by age takes the time from here.  The other
 nodes' clocks come with the replies to heartbeats (lifecycle.py).  The difference between two clocks
-is known up to half of the time that request and reply took on the network.
+is known up to half of the network time of request and reply.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ClockWatch:
     # -- the time ----------------------------------------------------------------------------------
 
     def _look(self) -> int:
-        """Read the wall clock and have `ClockTrust` check that very reading, then return it."""
+        """Read the wall clock, let `ClockTrust` check this reading, and return it."""
         wall_ms = self._clock.wall_ms()
         self.trust.observe(wall_ms, self._clock.boottime_ms())
         self._say()
@@ -193,7 +193,7 @@ class ClockWatch:
         return f"{mine} is not known to be off: look at the client's clock first"
 
     def explained(self, refusal: errors.InvalidRecord) -> errors.InvalidRecord:
-        """Add to the refusal of a timestamp which clock is probably off."""
+        """Return the refusal of a timestamp, with a sentence about the clock that may be off."""
         if refusal.details.get("row") not in _BY_THE_CLOCK:
             return refusal
         details: dict[str, str] = dict(refusal.details)

@@ -1,4 +1,4 @@
-"""Which controller a broker asks next, while it does not know the active one.  Pure.
+"""Chooses the controller that a broker asks next while it does not know the active one.  Pure.
 
 The broker asks controllers in rounds.  In one round it asks each controller once, beginning with
 the controller that a refusal named.  A controller that did not answer in time is *silent*.
@@ -8,8 +8,9 @@ Invariants
   K4  Within a round no controller is asked twice.  A round that found no active controller is
       followed by a wait.  There is no wait if the last controller of the round was silent, because
       its timeout was a wait already.
-  K5  A silent controller is asked last, one in a round, and only after `PATIENT_ROUNDS` rounds of
-      the others, unless all are silent.  So between two timeouts every other controller is asked.
+  K5  Unless all controllers are silent, the broker asks a silent controller only after
+      `PATIENT_ROUNDS` rounds of the others, last in a round, and only one in a round.  So it asks
+      every other controller between two timeouts.
 """
 
 from __future__ import annotations

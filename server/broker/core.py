@@ -74,7 +74,7 @@ class BrokerCore:
         self.hello = hello
         self.tasks = TaskRegistry(partial(env.bug, "a background task"))
         self.replicas = HostedReplicas()
-        self.partitions: dict[PartitionKey, Partition] = {}  #: of those replicas whose log is open
+        self.partitions: dict[PartitionKey, Partition] = {}  #: the partitions whose log is open
         self.hosted = HostedPartitions(self.partitions, self.replicas, metadata)
         self.purgatory: ProducePurgatory[DelayedProduce] = ProducePurgatory()
         self.reaper = ExpirationReaper(self.purgatory, env.clock)

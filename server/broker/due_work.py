@@ -22,8 +22,8 @@ class DueWork:
         self.retain_now[key] = None
 
     def flush_if_asked(self, partition: Partition) -> None:
-        """Flush soon under `flush_on_ack`, where only SYNCED records count, on every replica
-        (L2).
+        """Flush the partition soon if `flush_on_ack` is set: only SYNCED records then count as
+        stored, on every replica (L2).
         """
         if partition.settings["flush_on_ack"]:
             self.flushes.set(partition.key, 0)  # or a checkpoint synced unreported

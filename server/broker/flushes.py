@@ -1,4 +1,4 @@
-"""Flushes of partitions whose `flush_ms` has passed, or that only count SYNCED records (L2).
+"""Flushes the partitions whose `flush_ms` has passed, and those with `flush_on_ack` (L2).
 
 World-generic.
 """

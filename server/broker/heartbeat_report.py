@@ -54,10 +54,10 @@ class HeartbeatReport:
     def offline_replicas(self) -> list[wire.FetchPartition]:
         """Return the replicas that the broker reports to the controller as offline.
 
-        Lost ones, damaged or in a failed directory (L2, L9); UNOPENED ones; those whose log an
-        operator adopted or discarded (L15); rebuilt ones that their leader has not compared yet
-        (broker/metadata_publisher M8).  A replica that waits for its tier's table is not reported:
-        it will be served.
+        These are replicas that are damaged or in a failed directory (L2, L9), UNOPENED replicas,
+        replicas whose log an operator adopted or discarded (L15), and rebuilt replicas that their
+        leader has not compared yet (broker/metadata_publisher M8).  A replica that waits for its
+        tier's table is not reported, because it will be served.
         """
         lost = {key: None for key, each in self._partitions.items() if each.hosted.lost}
         image, uncompared = self._metadata.image, self._replicas.uncompared
@@ -93,7 +93,7 @@ class HeartbeatReport:
     def positions(self, asked: Sequence[wire.FetchPartition]) -> list[wire.ReplicaPosition]:
         """Return the log ends of those requested replicas that have no leader and no writes (R3).
 
-        The controller asks for the others again; their pending writes are about to end.
+        The controller asks again for the other replicas.  Their pending writes end soon.
         """
         found = []
         for each in asked:

@@ -3,8 +3,8 @@
 World-generic.
 
 Invariants
-  B1  A key is found exactly if this broker has an open log of the partition.  The metadata image
-      decides which of them it leads.
+  B1  A partition is found exactly if this broker has an open log of it.  The metadata image decides
+      which of these partitions the broker leads.
 """
 
 from __future__ import annotations

@@ -119,7 +119,8 @@ class BrokerLifecycleManager:
         self._offline_replicas = offline_replicas
         self._unfit = unfit
         self._clocks = clocks
-        self._on_contact = on_contact  #: how old (ms) contact was when it was renewed
+        #: Called at each renewal of contact, with the age (ms) of the contact.
+        self._on_contact = on_contact
         self._say = say  #: (event, **facts): one line in the log of the process
         self._lost = True  #: the log's last line says that no controller answers
         self._on_fatal = on_fatal
@@ -205,7 +206,8 @@ class BrokerLifecycleManager:
         self._wake.set()
 
     def replica_online(self, key: PartitionKey) -> None:
-        """End the report that a replica is offline; if it fails again, it is reported again."""
+        """Stop reporting that a replica is offline.  If the replica fails again, it is reported
+        again."""
         self.offline_reports.withdraw(key)
         self.heartbeat_soon()
 
@@ -220,7 +222,7 @@ class BrokerLifecycleManager:
                 refused_since_ms = None
                 await self._heartbeat()
             except (errors.DuplicateBroker, errors.MetadataBehind) as error:
-                # The controller still holds the session of this node's previous process, which ends
+                # The controller still has the session of this node's previous process, which ends
                 # by itself; or it was deposed just now, and its successor has newer metadata.
                 now_ms = self._world.clock.monotonic_ms()
                 refused_since_ms = now_ms if refused_since_ms is None else refused_since_ms

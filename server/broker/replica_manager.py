@@ -90,11 +90,11 @@ class ReplicaManager:
         await self._roles.lead_or_follow(partition, state)
 
     def rebuildable(self, key: PartitionKey) -> bool:
-        """Whether a damaged or missing log may be rebuilt, as far as its report is concerned
+        """Whether the controller has reacted to the report that this replica is offline
         (broker/metadata_publisher M7).
 
-        The controller must have acknowledged that the replica is offline, and the image must
-        include the controller's reaction.
+        Only then may a damaged or missing log be rebuilt.  The controller must have acknowledged
+        the report, and the image must include the record that the controller wrote for it.
         """
         replica = self._replicas.get(key)
         reported = self._reports.in_image(key)
@@ -144,7 +144,7 @@ class ReplicaManager:
                 self._replicas.forget(key)
 
     async def _drop(self, partition: Partition, why: errors.PkError) -> None:
-        """Delete the replica: the topic was deleted, or the replica reassigned, as `why` says."""
+        """Delete the replica.  `why`: the topic was deleted, or the replica was reassigned."""
         self._epoch_fence.cancel(partition.key)
         self._fetchers.leave(partition)
         del self._partitions[partition.key]

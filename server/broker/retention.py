@@ -5,24 +5,24 @@ World-generic.  The scheduler turns a *wheel* at each tick: every partition is v
 A visit runs beside the tick.
 
 Retention of a partition, in this order (rules T6, T9, L10)
-  1. Segments older or larger than the topic allows may go.  For a tiered topic so may the offsets
-     that only the tier holds, because `retention_ms` and `retention_bytes` count tier and local log
-     together, but not past rows that another engine removed from the table (T17).
-  2. Local segments of a tiered topic go only below `droppable_end`, after a HEAD of every file that
-     covers them.
+  1. The broker deletes segments beyond `retention_ms` or `retention_bytes`.  For a tiered topic
+     these limits count tier and local log together, so it also deletes offsets that only the tier
+     has.  It does not pass rows that another engine removed from the table (T17).
+  2. Of a tiered topic the broker drops local segments only below `droppable_end`, after a HEAD of
+     every file that covers them.
   3. log_start moves first and is SYNCED.  Then segments are renamed, and removed after
      `file_delete_delay_ms`.
-  4. While the wall clock is not trusted (clock_trust.py) nothing expires by age.  Nor do producers,
-     because the log would not recognise a retry of an expired producer.  Requested deletions and
-     retention by size need no clock and continue: a client waits until every in-sync follower has
-     carried out its deletion.
+  4. While the wall clock is not trusted (clock_trust.py), no record and no producer expires by age.
+     The log would not recognise a retry of an expired producer.  Requested deletions and retention
+     by size need no clock and continue: a client waits until every in-sync follower has carried out
+     its deletion.
 
 Invariants
   U1  No data leaves the disk before log_start passed it durably, or the tier confirmed it.
   U2  A failure of one partition does not stop the retention of other partitions.
-  U3  Only the leader that decided retention carries it out.  When the tier has answered, another
-      broker may lead, and the log may be truncated in its directory's writer; a segment that is
-      begun during that truncation would leave a hole.
+  U3  Only the leader that decided retention carries it out, and it checks this after every answer
+      of the tier.  Meanwhile another broker may have become the leader, and the directory's writer
+      may truncate the log.  A segment that is begun during the truncation would leave a hole.
   U4  A disk or store that hangs blocks at most VISITS_MAX visits of each directory.
   U5  A leader expires rows of the table, which all replicas share, only in contact with the
       controller.  Without contact, another broker may lead under other settings (rules T9, R6).
@@ -87,7 +87,7 @@ class RetentionVisits:
         #: (due, job): renamed segments that wait for their delay
         self._pending_delete: dict[Disk, deque[tuple[int, Callable[[], None]]]] = {}
         self._visits: _Visits = {}
-        self._starts: _Visits = {}  #: log starts on their way to a disk (U6)
+        self._starts: _Visits = {}  #: log starts that are being written to a disk (U6)
 
     async def close(self) -> None:
         for each in (*self._visits.values(), *self._starts.values()):
@@ -140,7 +140,8 @@ class RetentionVisits:
         here.spawn(self._jobs.guarded("retention", work(key)), key)
 
     async def follow_log_start(self, key: PartitionKey) -> None:
-        """Take over the log start of the leader, or of the table, without the store (T9, U6)."""
+        """Take over the log start of the leader or of the table; no call waits for the store (T9,
+        U6)."""
         partition = self._partitions.get(key)
         if partition is None or not partition.online:
             return
@@ -150,7 +151,7 @@ class RetentionVisits:
             partition.bounds_moved(urgent=partition.leader is not None)
             if partition.replica is not None:
                 partition.replica.log_start_moved()
-            self._due.retain_soon(key)  # segments below may go now
+            self._due.retain_soon(key)  # the segments below the new log start may be dropped now
 
     async def retain(self, key: PartitionKey) -> None:
         """Apply retention to one partition."""
@@ -194,8 +195,8 @@ class RetentionVisits:
     async def _retain_replica(self, partition: Partition) -> None:
         """Drop a follower's records below the leader's log start (rule R5).
 
-        Of tiered data it also drops what its own disk need not keep.  The leader reports its log
-        start and how far the tier has the log.
+        It also drops tiered data that the local retention of this disk need not keep.  The leader
+        reports its log start and the end of the tier.
         """
         log = partition.log
         plan = self._plan(partition)
@@ -221,7 +222,7 @@ class RetentionVisits:
             return
         target: Offset = log.log_start
         missing_from = [NONE]
-        local = log.local_log_start  # up to where the tier is asked
+        local = log.local_log_start  # up to this offset the tier is asked
         now_ms = self._clocks.trusted_ms()
         if wanted["retention_ms"] >= 0 and now_ms is not None:
             cutoff = now_ms - wanted["retention_ms"]
@@ -238,7 +239,7 @@ class RetentionVisits:
 
     @staticmethod
     async def _over_size(partition: Partition, allowed: int) -> Offset:
-        """Return the offset below which rows must go, so that the log fits into `allowed` bytes.
+        """Return the offset below which rows must be removed so that the log fits `allowed` bytes.
 
         Tier and local log count together, and records that both hold count once.  The size of the
         tier below an offset is interpolated linearly.

@@ -1,8 +1,9 @@
 """Loads a snapshot if the broker's image is too old for the controller's log (KIP-630, rule Q2).
 
 World-generic.  The snapshot is fetched in pieces over the link to the controller and decoded in
-slices, so that heartbeats continue.  It is used only after all of it was checked.  After any
-failure the publisher fetches the log again, and the reply names the snapshot that is newest then.
+slices, so that heartbeats continue.  The broker uses a snapshot only after it has checked the whole
+snapshot.  After a failure the publisher fetches the log again.  The reply names the newest snapshot
+of that time.
 """
 
 from __future__ import annotations

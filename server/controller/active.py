@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 #: Time a broker has to accept a connection after its stream was reset (rule R7).
 PROBE_MS = 250
-#: Time brokers have to find a new active controller before the controller probes them.
+#: A new active controller gives brokers this time to register with it before it probes them.
 EXPECT_MS = 300
 TICK_MS = 100
 #: Longest turn of a busy event loop.  A longer wait means that the process was stopped.
@@ -351,9 +351,7 @@ class ActiveController:
         return dict(self.reports)
 
     def _hear(self, request: wire.BrokerHeartbeatRequest) -> tuple[PartitionKey, ...]:
-        """Store the report in the heartbeat; return the partitions about which it says something
-        new.
-        """
+        """Store the report that a heartbeat carries; return the partitions for which it is new."""
         before = self.reports.get(request.broker_id)
         report = reported(before, request, self.machine.leaderless)
         self.reports[request.broker_id] = report
@@ -368,7 +366,7 @@ class ActiveController:
         return tuple(retry)
 
     def _hear_fitness(self, who: NodeId, before: Report | None, now: Report) -> None:
-        """Note which replicas are unfit to lead, and move leaderships soon (rule L16)."""
+        """Note which replicas of the broker are unfit to lead, and move leaderships soon (L16)."""
         if self._rebalancer.report_changed(before, now):
             self._balance_ms = min(self._balance_ms, self._world.clock.monotonic_ms())
             why = sorted({each.reason + "!" * each.gives_up for each in now.unfit})
@@ -478,7 +476,8 @@ class ActiveController:
             self._say("recovery_failed", why=failure.message)
 
     def _wait_over(self, now_ms: int) -> bool:
-        """Whether more partitions have waited `unclean_recovery_wait_ms`; logs missing brokers."""
+        """Whether more partitions have waited `unclean_recovery_wait_ms`.  Logs the brokers that
+        are missing."""
         image = self._image
         if self._marks and image.offset < self._marks[-1][0]:
             self._marks.clear()  # the log was truncated: measure the wait again

@@ -3,13 +3,14 @@
 A decision about a broker changes every partition of that broker.  A hundred thousand changes in one
 batch would block the controller, the quorum and every broker.  So a decision writes at most
 `CHANGES_MAX` changes.  If more changes are due, the decision answers `More` and the controller asks
-again.  Only the last step adds the record that the decision is about: the broker is fenced,
-registered again, or in controlled shutdown.
+again.  Only the last step adds the broker's own record: the broker is fenced, registered again, or
+in controlled shutdown.
 
 A failover of the controller between two steps is safe.  Each step is one batch (controller/machine
 M2).  It leaves every partition in a state that the event could have produced alone: one broker
-fewer in the ISR.  Until the last step the state of the broker is unchanged.  So the next active
-controller sees the same cause (the session that ends, or the request of the broker) and continues.
+fewer in the ISR.  Until the last step the state of the broker is unchanged.  The cause of the
+decision, a session that ends or a request of the broker, therefore reaches the next active
+controller, too, and the next active controller continues.
 The registration of a broker that lost data is written after the last of its partitions was changed
 (rule L3), so this broker can lead none of them.
 """

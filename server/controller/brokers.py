@@ -106,11 +106,11 @@ def _survived(
 ) -> frozenset[str] | None:
     """Return the directories in which everything that the broker had WRITTEN is still there.
 
-    None = nothing was lost anywhere.  The content survived (rule L3) if the process is the same, if
-    the boot is the same (the page cache outlived the process), or if the clean-shutdown file names
-    exactly the registration that the controller knows.  Otherwise no directory did.  A directory
-    that is missing now costs the replicas that lay in it, and those without a named directory, as
-    they may have lain there (rule R11).
+    None = every directory.  The content survived (rule L3) in three cases: the process is the same,
+    the boot is the same (the page cache outlived the process), or the clean-shutdown file names
+    exactly the registration that the controller knows.  Otherwise it survived in no directory.  If
+    a directory is missing now, the replicas in it are lost.  So are the replicas without a named
+    directory, because they may have been in it (rule R11).
     """
     if old is None:
         return None  # no partition names this broker, so it cannot have lost data
@@ -339,10 +339,11 @@ def _check_eligible(
 ) -> None:
     """Raise if a broker may not join an ISR (rule R2, KIP-903).
 
-    Refused are brokers that are fenced, draining or registered again, and offline replicas.  A
-    broker that has sent no heartbeat in this term is refused too: the controller does not know yet
-    which of its replicas are offline.  So is a replica whose named directory its broker no longer
-    has, until the broker names the one in which it was created again (rule R11).
+    The controller refuses brokers that are fenced, draining or registered again, and replicas that
+    are offline.  It refuses a broker that has sent no heartbeat in this term, because it does not
+    know yet which of the broker's replicas are offline.  It refuses a replica whose named directory
+    the broker no longer has, until the broker names the directory in which the replica was created
+    again (rule R11).
     """
     epochs = list(item.isr_broker_epochs)
     for index, member in enumerate(item.new_isr):

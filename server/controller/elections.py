@@ -14,7 +14,8 @@ None. An election uses the first row that applies:
   | otherwise                                      | none: leader NONE            | –       |
 
 *Eligible*: the broker is available and does not report the replica as offline.  *Fit*: no broker
-reports a reason against this leader (rule L16).  An unfit replica leads only if no fit one can.
+reports a reason against this leader (rule L16).  An unfit replica is elected only if no eligible
+replica is fit.
 The third row is the recovery election of rule R3.  It needs no permission, because no other replica
 can have acknowledged records.  If there is one last-known member, its log is the greatest, and the
 controller does not ask for its position.  In the fourth row "those present" are last-known members,
@@ -60,7 +61,8 @@ _MEMBERS = ("isr", "elr", "last_known", "replicas", "adding", "removing")
 class LeaderEligibility:
     """The state of the brokers that an election uses.
 
-    `arriving` counts as available already, `leaving` no longer.
+    `arriving`: a broker that counts as available already.  `leaving`: a broker that no longer
+    counts as available.
     """
 
     image: MetadataImage
@@ -99,8 +101,8 @@ class LeaderEligibility:
         return NONE
 
     def report(self, member: NodeId) -> Report | None:
-        """What the current registration of `member` has said in this term
-        (controller/reports H1)."""
+        """Return the report of the current registration of `member` in this term
+        (controller/reports H1); None if there is none."""
         report, broker = self.reports.get(member), self.image.brokers.get(member)
         if report is None or broker is None or report.broker_epoch != broker.broker_epoch:
             return None
@@ -114,8 +116,8 @@ class LeaderEligibility:
 def waits_for(state: PartitionState, there: Callable[[NodeId], bool]) -> tuple[NodeId, ...]:
     """The brokers whose return with their data would let a leaderless partition elect a leader.
 
-    Any one member of ISR or ELR is enough; of the last-known members all must return.  `there`:
-    the brokers that have returned.  A broker whose replica is offline does not count as returned.
+    One member of ISR or ELR is enough.  If both are empty, all last-known members must return.
+    `there`: the brokers that have returned.  A broker whose replica is offline does not count.
     """
     if state.leader != NONE:
         return ()
@@ -303,8 +305,8 @@ class PartitionChangeBuilder:
         """Whether `replicas` alone can go on: one of them leads or may be elected.
 
         A replica that leaves must not be the last holder of acknowledged records.  Holders are the
-        members of ISR and ELR; if there are none, every last-known member, because a recovery
-        election compares them all (rule R3).
+        members of ISR and ELR.  If both are empty, every last-known member is a holder, because a
+        recovery election compares all of them (rule R3).
         """
         now = self.now
         if now.leader in replicas:
@@ -360,7 +362,8 @@ class PartitionChangeBuilder:
         self.elect(cluster)
 
     def _directory_of(self, member: NodeId, image: MetadataImage) -> str:
-        """The directory that is named for a replica; that of a new one if its broker has one."""
+        """Return the directory that the record names for a replica.  For a new replica this is the
+        broker's directory if the broker has only one."""
         if member in self.now.replicas:
             return self.now.directory_of(member)
         return image.only_directory(member)

@@ -1,4 +1,4 @@
-"""When the lead moves away from leaders that give it up, and when it moves back (rule L16).
+"""Decides when leadership moves away from leaders that give it up, and when it moves back (L16).
 
 Sans-IO; soft state of one term.  A broker reports in heartbeats why its replicas should not lead
 (`reports.Unfit`), for example because its disk is full.  This module does not know the reasons: a
@@ -36,7 +36,7 @@ RETRY_MS = 1_000
 RETRY_MAX_MS = 5_000
 assert RETRY_MAX_MS < DWELL_MS
 
-#: (broker, reason) → partitions that the broker gives up and that another replica may lead.
+#: (broker, reason) → the partitions whose leadership the broker gives up and another may take.
 Wanted = dict[tuple[NodeId, str], list[PartitionKey]]
 
 
@@ -45,10 +45,10 @@ class LeaderRebalancer:
 
     def __init__(self) -> None:
         self._moved_ms: dict[PartitionKey, int] = {}  #: time of each partition's last move (H1)
-        #: moved, and not led by the preferred leader since
+        #: partitions that were moved and that the preferred leader does not lead yet
         self._away: dict[PartitionKey, None] = {}
         self._due_ms: int | None = None  #: when to look again; None: no broker has to give up
-        #: waits between looks that moved nothing
+        #: the wait after an examination that moved no leadership
         self._vain = Backoff((2 * RETRY_MS, RETRY_MAX_MS))
 
     def report_changed(self, before: Report | None, now: Report) -> bool:

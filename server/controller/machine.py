@@ -68,7 +68,7 @@ Command = (
 
 
 def bootstrap(image: MetadataImage, rules: Rules, command: commands.Bootstrap) -> Out:
-    """Write the records that must exist before a term serves, as far as they are missing.
+    """Write those records that must exist before a term serves and do not exist yet.
 
     These are the first records of a cluster, and min_insync_replicas of this node's file unless the
     cluster has a default.  If the setting stayed in files, two nodes could disagree about it, and a

@@ -12,10 +12,10 @@ other state exists, so a failover of the controller continues the reassignment.
   - The original replicas are the replicas without those being added.  A new target is compared with
     the original replicas.  Replicas that were being added for the former target leave at once.
   - Cancel returns to the original replicas in one record.
-  - A record that takes replicas away leaves at least min(required, members before) in the ISR, and
-    in ISR and ELR together; a smaller target is reached only with all its members in sync (rule
-    R8).  Completion waits for that; a cancel or a new target that would break it is refused, until
-    other replicas are in sync.  An operator may force it.
+  - A record that removes replicas leaves at least min(required, members before) replicas in the
+    ISR, and as many in ISR and ELR together.  A smaller target is reached only once all its members
+    are in sync (rule R8).  Completion waits for this condition.  The controller refuses a cancel or
+    a new target that would break it until other replicas are in sync, unless an operator forces it.
   - A request names the topic id and may name the replicas that it expects; both are compared in the
     decision that begins the move (rule R10).
   - A record that removes a replica begins a new leader epoch, also if the leader stays (rule R2).
@@ -102,7 +102,9 @@ def _alter(batch: BatchedDecision, item: wire.Reassignment, *, force: bool) -> N
 
 
 def _topic_of(image: MetadataImage, item: wire.Reassignment) -> TopicState:
-    """Return the topic that a request names by id.  Its name must be the topic's (rule R10)."""
+    """Return the topic that a request names by id.  The name in the request must be the topic's
+    (rule R10).
+    """
     topic, named = image.topics.get(item.topic_id), image.topic(item.topic)
     if topic is not None and topic is named:
         return topic

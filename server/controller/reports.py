@@ -7,8 +7,8 @@ list of offline replicas.
 
 Their consequences are durable: a record removes an offline replica from ISR and ELR, so that no
 later term takes it for a holder of the data.  A new term assumes nothing about a broker before its
-first heartbeat.  Recovery elections choose only among brokers that sent one, and only such brokers
-join an ISR.
+first heartbeat.  Only brokers that have sent a heartbeat in this term are chosen by recovery
+elections or join an ISR.
 
 A replica may be *unfit* to lead although its broker serves it, for example because the disk is full
 (rule L16).  Unfitness changes no record.  It orders the replicas that may lead, and
@@ -73,7 +73,9 @@ class Report:
         return next((each.reason for each in self.unfit if each.gives_up and each.covers(key)), "")
 
     def position(self, key: PartitionKey, since: int) -> EpochAndEnd | None:
-        """The position if it counts (H2); `since`: the offset from which there is no leader."""
+        """Return the replica's position, or None if it does not count (H2).
+
+        `since`: the offset of the record that left the partition without a leader."""
         found = self.positions.get(key)
         return None if found is None or found[1] < since else found[0]
 

@@ -284,7 +284,7 @@ def tier_purged(image: MetadataImage, _rules: Rules, command: TierPurged) -> Out
 
 
 def allocate_producer_ids(image: MetadataImage, _rules: Rules, command: AllocateProducerIds) -> Out:
-    """Allocate a block of producer ids that is never given to another broker, or given again."""
+    """Allocate a block of producer ids.  The controller never allocates these ids again."""
     request = command.request
     registered(image, request.broker_id, request.broker_epoch)
     first = image.next_producer_id

@@ -1,4 +1,5 @@
-"""Whether this broker takes new sessions and appends: not during shutdown, and not without contact.
+"""Decides whether this broker accepts new sessions and appends.  It does not during a shutdown, or
+without contact to the controller.
 
 World-generic.
 
@@ -16,7 +17,7 @@ from pk.server.replica.leader import ACKS_ALL
 
 
 class Admission:
-    """Refuses what one broker may not take now."""
+    """Refuses the sessions and appends that a broker may not accept now."""
 
     def __init__(self, lifecycle: ControllerContact) -> None:
         self._lifecycle = lifecycle

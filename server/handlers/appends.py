@@ -62,9 +62,9 @@ class Appends:
     ) -> None:
         """Decide a checked batch.  Raises typed errors; then nothing changed.
 
-        Before the leader is `settled`, its state of a producer may be outdated.  A refusal that
-        follows from it is answered as retriable: a producer that gets a gap as final would send
-        the later batches again under a new epoch (rule L6).
+        Before the leader is `settled`, its state of a producer may be outdated.  The answer to a
+        refusal that follows from this state is retriable.  If it were final, the producer would
+        close the gap and send the later batches again under a new epoch (rule L6).
         """
         self._admission.check_append(delayed.acks)
         partition = self._partitions.find(key)

@@ -3,7 +3,7 @@
 World-generic.  A stream has a *reader* task (positions, credits), a *pump* task (one frame at a
 time) and at most COLD_MAX reads from the tier, which run beside the pump.  So a hot position never
 waits for a cold one.  When everything was sent, the pump sleeps until the bound of a partition
-moves; waking up costs O(what moved) (rule P6).
+moves.  A wake-up costs O(partitions whose bound moved) (rule P6).
 
 The process copies a byte twice, both times in the kernel: from the page cache into the read, and
 from there into the socket.  A reader that waits at the end of a log for small appends is answered
@@ -26,14 +26,15 @@ For readers
 Invariants
   E1  Nothing at or above the bound of the isolation level is sent: high watermark or last stable
       offset.
-  E2  `next_offset` of an entry is at least the end of what it covers, also without payload (L12).
+  E2  `next_offset` of an entry is at or above the end of the offsets that the entry covers, also if
+      the entry has no payload (L12).
   E3  The pump holds at most one frame.  A cold read holds at most its share of one.
   E4  A batch that is larger than every bound is sent alone.
   E5  A position at a bound is woken when the bound moves.  Each turn registers as a watcher of the
       partition before it reads the bound, because the partition may have been created, or replaced,
       since the position was set.
-  E6  Bytes are sent only while the leader that was asked still leads.  Otherwise its log may have
-      been truncated, and filled by the next leader, before the disk read it.
+  E6  Bytes that were read are sent only if this broker still leads in the same epoch.  Otherwise
+      the log may have been truncated, and filled by the next leader, before the disk was read.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class _Plan(NamedTuple):
     partition: Partition
     bound: Offset
     leader: Leader | None  #: the leader epoch of the log that is read (E6)
-    stored: bool = False  #: a replica reads the segments, below log_start too
+    stored: bool = False  #: whether records below log_start are read too, for a replica
 
 
 class _Cold(NamedTuple):
@@ -317,7 +318,7 @@ class FetchStream:
             return None
         position.last_fetched_epoch = NONE
         if position.cold:
-            # woken while the tier reads: the answer gives it a turn
+            # a cold read is running: its answer gives the position another turn
             # (handlers/fetch_session F2)
             return None
         bound = partition.bound(self._session.isolation)
@@ -345,7 +346,7 @@ class FetchStream:
         position, partition = plan.position, plan.partition
         session = self._session
         if not session.current(position):
-            return 0  # set again or forgotten during the read
+            return 0  # the position was set again or forgotten during the read
         if partition.leader is not plan.leader:
             session.again(position)  # E6
             return 0

@@ -15,7 +15,7 @@ Invariants
       id.)
   F3  Nothing is sent while `credit <= 0`.  One frame may overdraw the credit by one batch, so that
       a batch that is larger than every bound is still sent.
-  F4  Data waits for `min_bytes` at most `max_wait_ms` after the first of it was noticed.
+  F4  Data waits for `min_bytes` for at most `max_wait_ms`, counted from the first byte noticed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from pk import errors, limits
 from pk.types import READ_COMMITTED, READ_UNCOMMITTED, Epoch, Offset, PartitionKey
 from pk.wire import pk_pb2 as wire
 
-#: Most positions of one stream, far above the need of a reader; a hostile reader gets an error.
+#: Most positions of one stream.  No reader of pk needs as many; a reader that sets more gets an
+#: error.
 POSITIONS_MAX = 100_000
 PARTITION_BYTES_DEFAULT = 4 * limits.MIB
 
@@ -157,8 +158,8 @@ class FetchSession:
     def take_turns(self, at_most: int) -> list[Position]:
         """Take the next positions off the ready list.
 
-        A mark during the read puts a position back on the list (F1).  Their urgency is cleared; a
-        position that becomes urgent during the read stays urgent.
+        A mark during the read puts a position back on the list (F1).  The positions that are taken
+        are no longer urgent, unless they become urgent again during the read.
         """
         keys = list(islice(self._ready, at_most))
         for key in keys:

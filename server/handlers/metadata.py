@@ -2,8 +2,8 @@
 
 World-generic.  A reply is made from the broker's image of committed records.  A stream that sets
 `watch` gets pushes: when the content of its reply changes, the broker makes the reply again and
-sends it with correlation id 0.  A burst of changes makes one push.  A push that equals the last one
-is not sent.
+sends it with correlation id 0.  Changes that follow each other quickly cause one push.  A push that
+equals the last push is not sent.
 
 Invariant
   M1  Pushes of a stream are in the order of the metadata log, and the last push is never older than
@@ -129,8 +129,8 @@ def _whom_to_ask(state: PartitionState, available: Callable[[NodeId], bool]) -> 
     """Return the broker that a client should ask: the leader, or the last holder of the data.
 
     If there is no leader and no candidate, the last holder may have found damage or a failed disk
-    (rules L2, L9), and answers with that error.  A client without any broker to ask would only
-    wait. If only an election is missing, that broker answers NOT_LEADER_OR_FOLLOWER.
+    (rules L2, L9).  The client then gets this error from the last holder; without a broker to ask,
+    it would only wait.  If the last holder has no such error, it answers NOT_LEADER_OR_FOLLOWER.
     """
     if state.leader != NONE or state.isr or state.elr:
         return state.leader

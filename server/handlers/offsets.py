@@ -41,7 +41,7 @@ TIERED_END = -5
 DELETE_WAIT_MS = 10_000
 QUERIES_MAX = 100_000
 SAMPLES_MAX = 10_000
-#: So many of the newest leader epochs are sent with an answer to "latest".
+#: The number of newest leader epochs that an answer to "latest" carries.
 EPOCHS_MAX = 64
 #: Most concurrent look-ups in the tier of one request.
 TIER_LOOKUPS = 8

@@ -12,14 +12,14 @@ Invariants
   D1  A stream is FIFO: batches are decided in the order of arrival, hence in order per partition.
       Answers of different partitions may overtake each other (rule L7).
   D2  Each entry is answered exactly once; with acks=0 never.
-  D3  A stream has at most PRODUCE_FRAMES_QUEUED_MAX frames and OWED_MAX answers.  Beyond that the
-      socket is not read, nor while the write queue of the directory is full.
+  D3  A stream has at most PRODUCE_FRAMES_QUEUED_MAX frames and OWED_MAX answers.  Beyond these
+      bounds, and while the write queue of the directory is full, the socket is not read.
   D4  When a stream breaks, batches that are not decided are cancelled.  Decided batches are
       written, and their answers dropped.  When a stream ends cleanly, all its batches are decided
       (acks=0 has no other confirmation), except for D5.
-  D5  A producer uses one stream.  Once a newer stream of the producer was heard, batches of an
-      older one are refused: the producer gave that stream up, and only answers on the newer one
-      count (L6).
+  D5  A producer uses one stream.  Once the producer has sent a batch on a newer stream, the broker
+      refuses its batches on older streams: the producer has given them up, and only answers on the
+      newest stream count (L6).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from pk.world import Disconnected, Stream
 #: Frames up to this weight are validated on the loop.  Measured: 70 µs for 1 MiB uncompressed,
 #: 400–500 µs for 1 MiB to decompress, 300 µs and a contended GIL for a thread.
 INLINE_WEIGHT = 2 * limits.MIB
-COMPRESSED_WEIGHT = 16  #: weight of one decoded byte
+COMPRESSED_WEIGHT = 16  #: the weight of one byte of a body that must be decompressed
 #: Most answers outstanding of one stream before its socket is read again.
 OWED_MAX = 4_096
 ENTRIES_MAX = 10_000

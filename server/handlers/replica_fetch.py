@@ -9,10 +9,12 @@ Invariants
   F1  A replica's offsets count only after its log was compared with this one in this leader epoch,
       and only for the compared position.  A replica that has left the ISR is compared again.  A
       newer registration of the broker invalidates an older one, and a newer position invalidates
-      older ones on any stream.  If an ISR change is pending that counts on a larger log end than a
-      returning replica has, its log is compared only after that change is decided (R2).
+      older ones on any stream.  A pending ISR change may rely on a larger log end than a returning
+      replica now has.  The log of the replica is then compared only after the controller has
+      decided the change (R2).
   F2  A replica learns of a new high watermark within TELL_MS, with data or without.
-  F3  A replica that retention passes, for example while it is filled, gets START_AT (R5).
+  F3  If retention removes records that a replica still has to fetch, for example while the replica
+      is filled, the leader answers it with START_AT (R5).
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from pk.server.replica.partition import Partition
 from pk.types import NONE, NodeId, Offset, PartitionKey
 from pk.wire import pk_pb2 as wire
 
-#: Longest wait of a new watermark for data with which it can be sent.
+#: Longest time that a new high watermark waits for data, in order to be sent in the same frame.
 TELL_MS = 20
 
 

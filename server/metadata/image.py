@@ -12,8 +12,8 @@ Invariants (checked by `check`, which tests and the simulator call after every r
   I2  ISR, ELR and last-known members are disjoint.
   I3  A broker epoch is the offset of the broker's registration record.
   I4  Equal records in equal order give equal images (replay == image).
-  I5  `assigned` and `leaderless` are indexes over the partitions.  With them a decision about one
-      broker costs as much as the broker has partitions, not as the cluster has.
+  I5  `assigned` and `leaderless` are indexes over the partitions.  They make the cost of a decision
+      about one broker proportional to the partitions of the broker, not of the cluster.
   I6  `purges` names deleted topics only, at most PURGES_MAX.
   I7  `directories` is parallel to the replicas, or empty in a state without names.
 """
@@ -31,8 +31,8 @@ from pk.wire import pk_pb2 as wire
 
 TOPIC_RESOURCE = "topic"
 BROKER_RESOURCE = "broker"
-#: Most deleted topics whose tables wait for removal.  If there are more (the store is unavailable
-#: for long, or there is no store), the oldest are dropped from the list, and their tables stay.
+#: Most deleted topics whose tables wait for removal.  There may be more if the store is unavailable
+#: for long.  The oldest are then dropped from the list, and their tables stay in the store.
 PURGES_MAX = 10_000
 
 
@@ -52,7 +52,8 @@ class PartitionState:
     #: The id of each replica's data directory, parallel to `replicas`; "" = not named yet (R11).
     directories: tuple[str, ...] = ()
     unclean: bool = False
-    unclean_epoch: int = NONE  #: the last such leader epoch; followers may truncate for it (R4)
+    #: the last leader epoch that began uncleanly; followers may truncate for it (R4)
+    unclean_epoch: int = NONE
 
     def led(
         self,

@@ -3,9 +3,10 @@
 
 A snapshot is a list of rows `(offset, record)`.  An empty image that applies the rows in order
 equals the image of the log up to `end`.  Most rows describe the state at the end, and carry its
-last offset.  Some offsets are state themselves, and their rows carry them: a broker epoch is the
-offset of the registration, and a leaderless partition has the offset of the record that left it
-without a leader.  So the same `apply` with the same checks replays a log and a snapshot.
+last offset.  Some offsets are themselves part of the state, and their rows carry them: a broker
+epoch is the offset of the registration, and a leaderless partition has the offset of the record
+that left it without a leader.  So the same `apply` with the same checks replays a log and a
+snapshot.
 
 raft/snapshot_framing.py defines the file.  Its batches are as in the log.  The value of a row is a
 MetadataRecord.  The key is the offset (8 bytes, big endian); an empty key means end - 1.
@@ -13,8 +14,8 @@ MetadataRecord.  The key is the offset (8 bytes, big endian); an empty key means
 Invariants
   N1  Equal images with equal ids have equal bytes on every node.  So a fetch that began at one
       leader can be finished at the next.
-  N3  Rows have the order of the image, which is the order of the records.  Replayed, the image has
-      the same order again.
+  N3  Rows have the order of the image, which is the order of the records.  A replay of the rows
+      therefore gives an image of the same order.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ class Supervisor:
     def _late(self, role: str) -> None:
         """Whether the start took too long.  The node of a cluster has no limit.
 
-        It may have to wait for other nodes, and they for its controller.
+        Such a node may have to wait for other nodes, and other nodes for its controller.
         """
         if not is_clustered(self.config.server):
             raise errors.RequestTimedOut(

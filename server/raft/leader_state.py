@@ -34,7 +34,8 @@ class LeaderState:
     since_ms: int
     ends: dict[Voter, int] = field(default_factory=dict)
     last_fetch_ms: dict[Voter, int] = field(default_factory=dict)
-    caught_up_ms: dict[Voter, int] = field(default_factory=dict)  #: when it had all records
+    #: when each voter last had all records of the leader
+    caught_up_ms: dict[Voter, int] = field(default_factory=dict)
     waiting: dict[Voter, Waiting] = field(default_factory=dict)
     change: tuple[Any, tuple[Voter, ...]] | None = None  #: requester, new voters
 

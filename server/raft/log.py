@@ -11,13 +11,14 @@ Files in the storage's root (`DIR/metadata`): `quorum-state` (the vote), `__clus
 and `<end>-<epoch>.checkpoint` (snapshots; the log begins at the older of two).
 
 Invariants
-  W1  The machine learns the state of the log only as far as it is SYNCED, and the end of every
-      write that it requested.
+  W1  The machine learns only the SYNCED state of the log.  It also learns when each write that it
+      requested has ended.
   W2  Records that this node decided as a leader and did not write are undone before it fetches.
   W3  A snapshot is loaded beside the queue of writes, so that votes do not wait for it (rule P1).
       Meanwhile nothing else writes to the log (raft/machine U6).
-  W7  A log with records and without a vote is opened only if this node is its only voter and the
-      settings name none.  Otherwise another node could have its vote (rule Q5).
+  W7  A log that has records, and whose vote is lost, is opened only if this node is the only voter
+      and the settings name no voters.  Otherwise another node could have received the lost vote
+      (rule Q5).
 (the others: raft/log_writer W4 to W6, W8)
 """
 
@@ -178,7 +179,7 @@ class RaftLog(Generic[R]):
             offset = following
         voters = self.voters.now
         mine = [voter for voter in voters if voter.node_id == self.quorum.me.node_id]
-        # such a node could only wait, without an end
+        # without an address, such a node would wait without end
         if len(voters) == 1 and mine and not self.alone:
             raise errors.DirectoryOfAnotherCluster(
                 f"{self._disk.storage.root} holds the metadata of node {voters[0].node_id} with "

@@ -7,10 +7,11 @@ Invariants
   W4  The log is shortened, and snapshots are replaced, under the lock of the writes.
   W5  `quorum-state` never notes a synced end beyond the end of the log.  Records that a truncation
       removed must not be taken for damage at the next start.
-  W8  `quorum-state` notes a level of formats, SYNCED, before the first byte of that level is
-      written to the log or to a snapshot, the record that sets the level included (rule Q6).  So an
-      older build refuses the directory.  A level whose note finds no space is not written.  A noted
-      level is not lowered while the process runs, because a write may leave a part of it.
+  W8  The writer notes a level of formats in `quorum-state`, SYNCED, before it writes the first byte
+      of that level to the log or to a snapshot (rule Q6).  The record that sets the level is such a
+      byte.  So an older build refuses the directory.  If the note finds no space, the level is not
+      written.  A noted level is not lowered while the process runs, because a write may leave a
+      part of it.
   W6  The synced end is noted soon, not only with the next vote, because damage above it is taken
       for a torn tail when the log is opened (raft/recovery O2).
 """
@@ -64,7 +65,8 @@ class LogWriter(Generic[R]):
         self._noted = 0  #: the synced end that is saved beside it
         self._level = 0  #: the level of formats that is saved beside it (W8)
         self._synced = synced
-        self._foreign: list[tuple[int, R]] = []  #: records that the quorum appended, for the term
+        #: Records that the quorum appended and that the term has not read yet.
+        self._foreign: list[tuple[int, R]] = []
         self._writes = TaskRegistry(awaited)
 
     # -- the saved vote ----------------------------------------------------------------------------

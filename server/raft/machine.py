@@ -17,8 +17,8 @@ saved vote and commits by its own synced end (rule Q4).
 Invariants
   U1  A vote is SYNCED before it is sent.  A node votes once in an epoch, and a candidate never uses
       an epoch twice.  An epoch without a vote is written too, but the machine does not wait for
-      that write: nothing is committed in the epoch before this node has SYNCED a record of it, and
-      that record names the epoch as well (U3).
+      that write.  Nothing is committed with the help of this node before it has SYNCED a record of
+      the epoch, and that record names the epoch as well (U3).
   U2  The high watermark never moves back, and never passes the offset that a majority has SYNCED.
   U3  A leader commits nothing before a record of its own epoch is committed (Raft §5.4.2).
   U4  A voter is (node id, directory id): another directory is another voter (rule Q1).

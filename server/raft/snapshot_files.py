@@ -172,8 +172,8 @@ class SnapshotFiles:
         return await self._disk.read(partial(_read_checked, self._disk.storage, fetched, PART))
 
     async def begin_load(self, fetched: SnapshotId) -> None:
-        """Rename `.part` to `.load`.  From now on this snapshot counts, and the log follows
-        (F2).
+        """Rename `.part` to `.load`.  From now on this snapshot counts, and the log will be
+        replaced by it (F2).
         """
         name = file_name(fetched)
         await self._disk.write(partial(_rename, self._disk.storage, name + PART, name + LOAD))

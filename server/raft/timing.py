@@ -1,11 +1,11 @@
 """The timeouts of the metadata quorum.
 
-A broker that cannot reach the next active controller must know that it may be fenced before it is
-fenced (rule R6).  It counts from its last answered heartbeat.  The former controller answers
-heartbeats until `lease_ms` after its last contact with a majority.  No member of that majority
-stands for election, or grants a pre-vote, before `fetch_ms` have passed.  So the next controller
-may subtract this difference, and the time between its election and the grant, from the sessions
-that it grants, and no more.
+A broker that cannot reach the next active controller must notice that it may be fenced before the
+controller fences it (rule R6).  The broker counts from its last answered heartbeat.  The former
+controller answers heartbeats until `lease_ms` after its last contact with a majority.  No member of
+that majority stands for election, or grants a pre-vote, before `fetch_ms` have passed.  So the next
+controller may shorten the sessions that it grants by two times: `fetch_ms` - `lease_ms`, and the
+time from its election to the grant.  It may not shorten them by more.
 """
 
 from __future__ import annotations

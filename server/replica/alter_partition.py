@@ -61,7 +61,8 @@ class AlterPartitionManager:
         self._metadata = metadata
         self._controller = controller
         self._pending: dict[PartitionKey, PendingIsrChange] = {}
-        self._unsure: dict[PartitionKey, None] = {}  #: sent, and no reply arrived (A2)
+        #: Changes that were sent and whose outcome is unknown (A2).
+        self._unsure: dict[PartitionKey, None] = {}
         self._not_before_ms: dict[PartitionKey, int] = {}
         self._tasks = TaskRegistry()
         self._asking = False

@@ -1,4 +1,4 @@
-"""Damage in the only copy of a partition: the broker serves what is whole and reports the rest.
+"""Damage in the only copy of a partition: the broker serves the whole records and reports the rest.
 
 World-generic.  If another replica is in the ISR or ELR, the broker sets a damaged replica aside
 and rebuilds it from the leader (rule L9; broker/metadata_publisher M7).  A damaged replica that is
@@ -167,7 +167,8 @@ class CorruptionManager:
     def client_error(self, partition: Partition, error: errors.PkError) -> errors.PkError:
         """Return the error that answers a read that failed with `error`.
 
-        While a survey looks for the damaged range, that is the retriable `OffsetNotAvailable`.
+        While a survey looks for the damaged range, this error is the retriable
+        `OffsetNotAvailable`.
         """
         if isinstance(error, errors.CorruptLog) and partition.key in self._looking:
             return errors.OffsetNotAvailable(

@@ -91,7 +91,7 @@ class ReplicaCreator:
             self._env.warn("directories_ignored", **facts)
         for key, failure in problems:
             error = typed(failure)
-            if isinstance(error, errors.LogUnidentified):  # of what partition: see `joined`
+            if isinstance(error, errors.LogUnidentified):  # of an unknown partition: see `joined`
                 self._keep(error.details.get("directory", str(key)), error.message)
                 continue
             self._replicas.on(key, ReplicaEvent.OPEN_FAILED, error)

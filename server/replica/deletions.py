@@ -8,8 +8,8 @@ controller or not.
 
 Invariants
   D1  A waiting deletion is answered once: the log start is known, or another broker leads.
-  D2  A log start that was known in an earlier leader epoch does not count in the next one, whose
-      in-sync replicas may be others.
+  D2  A log start that was known in an earlier leader epoch does not count in the next epoch, which
+      may have other in-sync replicas.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which replicas lie in another directory than the metadata say, for the broker's heartbeats.
+"""Finds the replicas whose directory differs from the metadata, for the broker's heartbeats.
 
 Pure.  The controller names the directory of a replica at once if the broker has only one.  A broker
 with several directories chooses one when it creates the log.  It lists the replica in its
@@ -17,7 +17,8 @@ REPORTS_MAX = 1_000
 
 
 class DirectoryReports:
-    """The replicas of one broker whose directory the metadata do not name, with its id."""
+    """The replicas of one broker whose directory the metadata do not name, each with the id of that
+    directory."""
 
     def __init__(self) -> None:
         self._unnamed: dict[PartitionKey, str] = {}

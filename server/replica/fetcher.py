@@ -156,7 +156,7 @@ class ReplicaFetcher:
         self._owed = 0  #: credit that returns when the fetched bytes are written
         self._credit = 0  #: credit to grant with the next request
         self._wake = asyncio.Event()
-        self._poked = asyncio.Event()  #: there is a reason to connect now
+        self._poked = asyncio.Event()  #: set when the stream should connect now
 
     # -- replicas ----------------------------------------------------------------------------------
 
@@ -244,8 +244,9 @@ class ReplicaFetcher:
         return self._metadata.address_of(self.leader), self._controller.broker_epoch
 
     async def _run(self) -> None:
-        """Keep a connection to the leader, one after another, as long as there is something to
-        follow.
+        """Keep a connection to the leader while it leads partitions that this broker follows.
+
+        A connection that ends is replaced.
         """
         backoff = Backoff(BACKOFF_MS, self._jitter)
         while True:

@@ -1,4 +1,4 @@
-"""What a follower may do with its log when the leader answers that the two logs diverge.
+"""Decides where a follower truncates or restarts its log when the two logs diverge.
 
 Sans-IO.  Read first: docs/PROTOCOL.md L2, R4, R5; KIP-101, KIP-279, KIP-595 (truncation on fetch).
 
@@ -30,7 +30,8 @@ class Cut(NamedTuple):
     """The truncation that a diverging answer requires."""
 
     offset: Offset  #: the log's end afterwards
-    below_watermark: bool  #: committed records go: an unclean leader never had them (F1)
+    #: whether committed records are removed, because an unclean leader lacks them (F1)
+    below_watermark: bool
 
 
 def cut_at(

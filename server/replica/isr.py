@@ -44,11 +44,12 @@ class InSync:
     """The followers of one leader epoch.  Times are the leader's monotonic clock."""
 
     def __init__(self, isr: Iterable[NodeId], log_end: Offset, now_ms: int) -> None:
-        #: Members of the ISR begin as if they were caught up now (M1), with nothing confirmed.
+        #: A member of the ISR begins as caught up now (M1), although it has confirmed nothing yet.
         self._known: dict[NodeId, Progress] = {
             member: Progress(0, now_ms, now_ms, log_end, NONE) for member in isr
         }
-        self._full: dict[NodeId, None] = {}  #: their disks had no room for what they fetched last
+        #: Replicas whose disk had no room for the data that they fetched last.
+        self._full: dict[NodeId, None] = {}
 
     def end_of(self, replica: NodeId) -> Offset:
         """Return the log end that `replica` confirmed; 0 = nothing yet."""

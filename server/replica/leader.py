@@ -82,7 +82,7 @@ class Leader:
         self._required_setting = min_insync_replicas
         self._flush_on_ack = flush_on_ack
         self._followers = InSync(isr, log_end, now_ms)
-        #: the newest position each follower set: (broker epoch, its number there)
+        #: the newest position of each follower: (broker epoch, number of the position)
         self._positions: dict[NodeId, tuple[int, int]] = {}
         #: the ISR that was proposed and is not committed yet (rule R2); empty = none
         self._pending: tuple[NodeId, ...] = ()
@@ -116,7 +116,7 @@ class Leader:
 
     @property
     def in_sync_required(self) -> int:
-        """Committed in-sync replicas without which nothing is acknowledged."""
+        """The number of committed in-sync replicas that an acknowledgement needs (rule R1)."""
         factor = len(self.replicas) - self._adding
         return watermark.in_sync_required(self._required_setting, factor)
 

@@ -1,4 +1,5 @@
-"""Which replicas the controller knows to be offline, and how far the metadata image follows.
+"""Tracks which replicas the controller knows to be offline, and whether the metadata image includes
+the controller's reaction.
 
 Pure.  A broker lists its offline replicas in every heartbeat (rules L2, L9, L15).  The controller
 takes such a replica out of ISR and ELR before it replies, so the reply acknowledges the report.
@@ -9,7 +10,8 @@ broker set a damaged log aside (broker/metadata_publisher M7).
 Invariants
   O1  An acknowledgement ends when the replica is online again.  A later failure is reported, and
       acknowledged, again.
-  O2  The image includes an acknowledgement only if it was there before the fetch was sent.
+  O2  The image includes an acknowledgement only if the reply with it arrived before the fetch of
+      the metadata log was sent.
 """
 
 from __future__ import annotations

@@ -70,7 +70,8 @@ class Partition:
         self.leader: Leader | None = None  #: while it is LEADING
         self.replica: Follows | None = None  #: while it is FOLLOWING
         self.leader_hint: NodeId = NONE
-        self.others = False  #: whether this replica last led or followed with others in sync
+        #: Whether other replicas were in sync when this replica last led or followed.
+        self.others = False
         self.unclean = False  #: the current epoch came from an unclean election (rules R3, T4)
         self._watchers: dict[Watcher, None] = {}
         self._followers: dict[EndWatcher, None] = {}
@@ -158,7 +159,7 @@ class Partition:
 
     @property
     def tiered_end(self) -> Offset:
-        """What the tier is known to cover; NONE without a tier."""
+        """The offset up to which the tier is known to cover the log; NONE without a tier."""
         return self.log.tiered_end if self.tiered else NONE
 
     def bound(self, isolation: int) -> Offset:
@@ -410,7 +411,7 @@ class Partition:
             self.bounds_moved(urgent=True)
 
     def follow(self, replica: Follows) -> None:
-        """Begin to follow; this partition reports what it has stored to `replica`."""
+        """Begin to follow.  From now on this partition notifies `replica` of what it has stored."""
         self.on(ReplicaEvent.FOLLOWED)
         self.replica = replica
 
@@ -467,7 +468,7 @@ class Partition:
         log's own settings.
         """
         self.settings = settings
-        # without a tier topic retention alone counts, as it does after a restart
+        # without a tier, only topic retention counts, as after a restart
         if tiered != self.tiered:
             self.tiered, low = tiered, self.log.local_log_start
             self.tier = self.tier.said_in(self.leader_epoch)
@@ -500,7 +501,7 @@ class Partition:
                 self.writer.submit(self, delayed.size)
 
     def update_high_watermark(self, high_watermark: Offset) -> None:
-        """Take over the leader's high watermark; it counts up to the end of this log."""
+        """Take over the leader's high watermark, or the end of this log if that is lower."""
         if high_watermark > self._leader_watermark:
             self._leader_watermark = high_watermark
             self._follow_log_start()
@@ -534,8 +535,8 @@ class Partition:
     def cut_watermark(self, offset: Offset) -> None:
         """Lower the watermarks to `offset`, where the log was truncated or replaced (rules R4, R5).
 
-        What a former leader reported of records beyond `offset`, deleted ones (T9) and tiered ones
-        (T15) included, no longer counts.  The current leader reports it again if it still holds.
+        Reports of a former leader about records beyond `offset` no longer count, also about deleted
+        (T9) and tiered (T15) records.  The current leader reports them again if they still hold.
         """
         self.tier = known_below(offset, self.log, self.tier)
         self._leader_watermark = min(self._leader_watermark, offset)

@@ -5,8 +5,8 @@ produce replies that wait until the high watermark reaches the offset behind the
 Fetches wait in their sessions (handlers/fetch_session.py), because a session serves many fetches.
 
 Invariants
-  D1  A parked reply leaves exactly once: it is released, overtaken by another leader epoch, timed
-      out, or forgotten.
+  D1  A parked reply leaves the purgatory exactly once: it is released, ended by another leader
+      epoch, timed out, or forgotten.
   D2  A reply parked under epoch e is never released by a high watermark of another epoch (rule L5).
   D3  A duplicate waits for the same offset and epoch as its original (rule L4).
   D4  At most `limit` replies are parked.  One more is refused with `ThrottledError`, never queued.

@@ -77,7 +77,7 @@ MEANINGS = {
     " (rules L9, L15).",
 }
 
-#: What each event is, and why it can only meet the states that the table gives it.
+#: The meaning of each event, and the reason why it occurs only in the states of the table.
 REASONS = {
     E.OPENED: "The broker opens or creates a log. It has no open log of the partition yet;"
     " otherwise two logs of one partition would be written.",
@@ -158,7 +158,7 @@ HISTORY_MAX = 8
 
 
 class IllegalTransition(AssertionError):
-    """An error of pk: an event met a state that has no edge for it."""
+    """A bug of pk: an event occurred in a state that has no edge for it."""
 
 
 class HostedReplica:

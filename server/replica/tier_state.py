@@ -85,9 +85,9 @@ def tier_has_what_left(log: PartitionLog, *, tiered: bool) -> None:
     """Assume that the table has all records below the local log, except those known as missing (T1,
     L9).
 
-    If a damaged checkpoint does not give the log start, only the table has it.  The start of the
-    local log must not be taken for it: the owner would then delete the table's older records (rule
-    T9).
+    If the checkpoint of the log start is damaged, only the table has the log start.  The start of
+    the local log must not be used instead, because the owner would then delete the table's older
+    records (rule T9).
     """
     if log.start_unknown:
         log.start_unknown, log.log_start = False, 0 if tiered else log.log_start

@@ -220,7 +220,9 @@ class TierNode:
             self.worker.partitions(reply)
 
     async def _ask_clock(self) -> bool:
-        """Whether the broker trusts its wall clock; it looks at it for this answer (rule L10)."""
+        """Ask the broker whether it trusts its wall clock.  The broker checks its clock now
+        (rule L10).
+        """
         session_id, generation = self._session
         request = wire.TierPartitionsRequest(
             session_id=session_id, generation=generation, max_wait_ms=0

@@ -17,7 +17,8 @@ from pk.wire import pk_pb2 as wire
 
 #: Most tombstones of removed partitions; beyond that, old sessions get the full list.
 TOMBSTONES_MAX = 10_000
-#: Least interval of reports, which gathers many appends; the copier works in seconds (P6).
+#: Least time between two reports.  One report covers many appends; the copier works in seconds
+#: (P6).
 REPORT_INTERVAL_MS = 200
 
 

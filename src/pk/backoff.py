@@ -7,7 +7,8 @@ simulator replays the same waits from the same seed.
 
 Retry libraries (tenacity, backoff, stamina) wrap a callable, sleep by themselves and draw from the
 `random` module.  A machine that returns timers has no callable to wrap, and the simulator needs
-its own clock and generator.  What is left of a library without these is the few lines below.
+its own clock and generator.  A library without its sleep and its random numbers would have no more
+code than this module.
 """
 
 from __future__ import annotations

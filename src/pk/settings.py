@@ -285,8 +285,8 @@ SERVER = Options(
         Option("tier_vacuum_interval_ms", int, DAY_MS,
                "how often files that a tier table no longer names are deleted; 0 = never", "ms", 0),
         Option("tier_vacuum_retention_ms", int, 7 * DAY_MS,
-               "how long such files stay readable; files that other engines removed stay until the "
-               "next whole hour",
+               "how long a file stays readable after the table's newest version has dropped it; "
+               "whole hours, rounded up, for files that other engines removed",
                "ms", 0),
         Option("default_num_partitions", int, 1,
                "partitions of a topic created without a count", "", 1),

@@ -1,9 +1,9 @@
 """The background tasks of one owner.
 
-World-generic.  The event loop keeps only a weak reference to a task, does not end it with the
-object that started it, and reports its exception when the task is collected, if ever.  A
-`TaskRegistry` keeps its owner's tasks until they end, reports a failure at once, and ends what is
-left when the owner closes.
+World-generic.  The event loop keeps only a weak reference to a task.  It does not end a task with
+the object that started it, and reports the exception of a task only when the task is collected.  A
+`TaskRegistry` keeps its owner's tasks until they end, reports a failure at once, and cancels the
+remaining tasks when the owner closes.
 
 `asyncio.TaskGroup` does not fit: one failure ends all its siblings, and it cancels in the order of
 a set, which follows memory addresses and not the seed of a simulation.

@@ -37,7 +37,7 @@ LATENCY_MS = (0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_0
 LAG_TICK_MS = 50
 REQUEST_BYTES_MAX = 8192
 REQUEST_TIMEOUT_S = 5.0
-#: The time for another process of the node to answer; later its metrics are left out.
+#: If another process of the node does not answer within this time, its metrics are left out.
 OTHER_TIMEOUT_S = 1.0
 UNIX = "unix:"
 

@@ -2,7 +2,7 @@
 
 The leader of that partition is the coordinator.  A leader of a data partition sees producer ids
 only: batches and snapshots do not hold the transactional id.  So a producer id of transactions
-names the partition that allocated it, and both functions are pure (rule X3).
+contains the number of the partition that allocated it, and both functions are pure (rule X3).
 
 A producer id of transactions has 63 bits:
 

@@ -1,7 +1,7 @@
 """Servers that a program starts for itself: one node, or a whole cluster on loopback.
 
-The demo, the tests, chaos, soak and the benchmarks use this launcher.  Each node is one
-`pk server start --config <directory>/server.toml`; it prints one ready line and logs to
+The demo, the tests (chaos and soak included) and the benchmarks use this launcher.  Each node is
+one `pk server start --config <directory>/server.toml`; it prints one ready line and logs to
 `<directory>/server.log`.  Its processes are found by the pid files that each role writes (rule P1).
 A node ends with the program (the thread) that started it.
 
@@ -57,8 +57,8 @@ class ReservedPorts:
             except OSError:
                 holder.close()
                 continue
-            # set after the bind: set before, it would also bind a port that another program
-            # reserves
+            # only after the bind: with the option, the bind would also succeed on a port that
+            # another program reserves
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._held.append(holder)
             return port

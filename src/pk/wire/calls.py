@@ -9,8 +9,8 @@ Invariants
   A1  A correlation id is answered at most once; late or unknown replies are dropped.
   A2  The serving side bounds the requests in flight per stream (`calls_max`) and reads no more
       until one is answered.
-  A3  A stream whose peer sends no hello is closed: the number of streams is bounded, and a silent
-      peer would keep a place that others need.
+  A3  A stream whose peer sends no hello is closed.  The number of streams is bounded, and a silent
+      peer would use a stream that other peers need.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ async def open_stream(
         raise errors.BrokerUnavailable(
             f"{address} does not speak this protocol: {cause.message}"
         ) from cause
-    except BaseException:  # given up: a silent peer must not keep the stream
+    except BaseException:  # the hello failed or is late: a silent peer must not keep the stream
         stream.close()
         raise
     if head.HasField("error"):

@@ -26,9 +26,9 @@ from typing import Generic, TypeVar
 
 C = TypeVar("C")
 
-#: One of so many connections is reserved for known peers.
+#: One connection of this many is reserved for known peers.
 RESERVED_SHARE = 8
-#: One address may have one of so many connections.
+#: One address may have one connection of this many.
 ADDRESS_SHARE = 2
 
 

@@ -7,8 +7,8 @@ that reads slowly.  TCP_INFO tells the two apart: the kernel of a peer that does
 acknowledges, with a zero window; a vanished peer acknowledges nothing.
 
 Rules
-  N8  A stream breaks when the peer acknowledged nothing of what was sent for `UNACKNOWLEDGED_MS`,
-      despite several retransmissions.  It never breaks because the peer does not read.
+  N8  A stream breaks when its peer has acknowledged no sent data for `UNACKNOWLEDGED_MS`, despite
+      several retransmissions.  It never breaks because the peer does not read.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pk.wire.grpc_network import KEEPALIVE_MS
 
 #: The same time after which an idle connection breaks (`socket_network._tune`).
 UNACKNOWLEDGED_MS = 2 * KEEPALIVE_MS
-#: Least number of retransmissions: after this host was asleep, the elapsed time alone proves
-#: nothing.
+#: Least number of retransmissions before a stream breaks.  The elapsed time alone proves nothing
+#: after this host was suspended.
 RETRANSMITS_MIN = 3
 #: Streams that a single turn of the loop checks, about 2 µs each (rule P2).
 LOOKS_PER_TURN = 256
@@ -81,7 +81,10 @@ class DeadPeerDetector:
         self._timer = loop.call_later(KEEPALIVE_MS / 1000, self._look, [])
 
     def _look(self, left: list[MonitoredStream]) -> None:
-        """Check the next streams of `left`, which the last turn left over; [] = begin with all."""
+        """Check the next streams of `left`, which holds those that the last turn did not check.
+
+        [] = begin again with all streams.
+        """
         left = left or list(self.streams)
         for stream in left[:LOOKS_PER_TURN]:
             if stream in self.streams:

@@ -204,7 +204,7 @@ class MemoryPool:
         self._charge(account, size)
 
     def ebbed(self, account: Account, size: int) -> bool:
-        """Credit `size` bytes by a short cut, if the account is within its floor and nothing waits.
+        """Credit `size` bytes quickly, if the account is within its floor and nothing waits.
 
         Returns False if the caller must use `freed` instead.
         """

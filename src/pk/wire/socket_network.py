@@ -62,7 +62,7 @@ _ACCEPT_PAUSE_S = 0.2
 _DESCRIPTORS_PER_CONNECTION = 4
 #: N6
 STREAM_TIMEOUT_MS = 5_000
-#: The floors of all connections may take one of so many bytes of the budget.
+#: The floors of all connections together may take one byte of this many of the budget.
 _FLOORS_SHARE = 2
 
 
