@@ -139,7 +139,9 @@ def opened(client: C, bootstrap: str) -> Iterator[C]:
     """
 
     def say_so() -> None:
-        if not client._cluster.reached:
+        connection = getattr(client, "_connection", None)  # of an AdminClient
+        network = client._cluster if connection is None else connection.cluster
+        if not network.reached:
             typer.echo(f"connecting to {bootstrap} …", err=True)
 
     timer = threading.Timer(CONNECTING_S, say_so)
