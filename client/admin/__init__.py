@@ -28,6 +28,14 @@ from pk.client.admin.quorum import QuorumCalls, QuorumDescription, QuorumReplica
 from pk.client.admin.reassignments import PartitionReassignment, ReassignmentCalls
 from pk.client.admin.tier import TierCalls, TierRows
 from pk.client.admin.topics import NewTopic, TopicCalls, TopicListing, TopicResult
+from pk.client.admin.transactions import (
+    HangingTransaction,
+    ProducerDescription,
+    TransactionCalls,
+    TransactionDescription,
+    TransactionListing,
+    TransactionListings,
+)
 from pk.client.options import TIMEOUT_S, bootstrap_of
 from pk.types import TopicPartition
 
@@ -47,6 +55,11 @@ __all__ = [
     "QuorumReplica",
     "TierDescription",
     "TierRows",
+    "TransactionListing",
+    "TransactionListings",
+    "TransactionDescription",
+    "ProducerDescription",
+    "HangingTransaction",
 ]
 
 
@@ -100,6 +113,7 @@ class AdminClient:
         self._cluster = ClusterCalls(self._connection)
         self._quorum = QuorumCalls(self._connection)
         self._tier = TierCalls(self._connection)
+        self._transactions = TransactionCalls(self._connection)
 
     # -- topics ------------------------------------------------------------------------------------
 
@@ -344,6 +358,73 @@ class AdminClient:
         missing, and readers skip them.  Returns a result for each partition.
         """
         return self._tier.accept_tier(topic, timeout_s)
+
+    # -- transactions ------------------------------------------------------------------------------
+
+    def list_transactions(
+        self,
+        states: Iterable[str] = (),
+        producer_ids: Iterable[int] = (),
+        *,
+        open_longer_ms: int = 0,
+        timeout_s: float = TIMEOUT_S,
+    ) -> TransactionListings:
+        """Return the transactional ids that all coordinators know, by id.
+
+        states: "Empty", "Ongoing", "PrepareCommit", "PrepareAbort", "CompleteCommit" or
+        "CompleteAbort"; empty = all.  producer_ids: empty = all.  open_longer_ms: only those with a
+        transaction that is open for longer; 0 = all.  Coordinators that load, and brokers that do
+        not answer, are named in the result.
+        """
+        return self._transactions.list_transactions(states, producer_ids, open_longer_ms, timeout_s)
+
+    def describe_transactions(
+        self, transactional_ids: Iterable[str], *, timeout_s: float = TIMEOUT_S
+    ) -> list[TransactionDescription]:
+        """Describe transactional ids, in the given order.
+
+        The `error` of a description is `TransactionalIdNotFound` for an id that its coordinator
+        does not know.
+        """
+        return self._transactions.describe_transactions(transactional_ids, timeout_s)
+
+    def abort_transaction(self, transactional_id: str, *, timeout_s: float = TIMEOUT_S) -> None:
+        """Abort the open transaction of an id; its producer gets `TransactionAborted`.
+
+        Raises `TransactionalIdNotFound`, `InvalidTxnState` if no transaction is open,
+        `ConcurrentTransactions` if the transaction is being ended already.
+        """
+        self._transactions.abort_transaction(transactional_id, timeout_s)
+
+    def forget_transactional_id(
+        self, transactional_id: str, *, timeout_s: float = TIMEOUT_S
+    ) -> None:
+        """Remove a transactional id that is not used any more.
+
+        A producer that still has it is fenced by its next request.  Raises
+        `TransactionalIdNotFound`, `InvalidTxnState` if a transaction is open.
+        """
+        self._transactions.forget_transactional_id(transactional_id, timeout_s)
+
+    def describe_producers(
+        self, partitions: Iterable[TopicPartition], *, timeout_s: float = TIMEOUT_S
+    ) -> dict[TopicPartition, list[ProducerDescription]]:
+        """Return the producers that the leader of each partition knows (KIP-664)."""
+        return self._transactions.describe_producers(partitions, timeout_s)
+
+    def find_hanging_transactions(
+        self,
+        topics: Iterable[str] | None = None,
+        *,
+        max_timeout_ms: int | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> list[HangingTransaction]:
+        """Return open transactions that their coordinators will not end in time (KIP-664).
+
+        topics: None = all but pk's own.  max_timeout_ms: a transaction that is open for longer
+        hangs; None = transaction_max_timeout_ms of the cluster.
+        """
+        return self._transactions.find_hanging_transactions(topics, max_timeout_ms, timeout_s)
 
     # -- the end -----------------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ COMMANDS: Mapping[str, str] = {
     "produce": "send lines to a topic",
     "consume": "print the records of a topic",
     "perf": "measure produce and consume against a running server",
+    "transactions": "list, describe, abort and forget transactions, find hanging ones",
     "quorum": "describe the metadata quorum, add and remove controllers",
     "log": "print segments, indexes, snapshots and checkpoints for people",
     "tier": "describe the Delta table behind a topic",

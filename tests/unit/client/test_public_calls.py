@@ -195,6 +195,14 @@ ADMIN: dict[str, Callable[[Any], Any]] = {
     "describe_tier": lambda a: a.describe_tier("t", timeout_s=S),
     "repair_tier": lambda a: a.repair_tier("t", timeout_s=S),
     "accept_tier": lambda a: a.accept_tier("t", timeout_s=S),
+    "list_transactions": lambda a: a.list_transactions(timeout_s=S),
+    "describe_transactions": lambda a: a.describe_transactions(["a"], timeout_s=S),
+    "abort_transaction": lambda a: a.abort_transaction("a", timeout_s=S),
+    "forget_transactional_id": lambda a: a.forget_transactional_id("a", timeout_s=S),
+    "describe_producers": lambda a: a.describe_producers([T0], timeout_s=S),
+    "find_hanging_transactions": lambda a: a.find_hanging_transactions(
+        max_timeout_ms=1, timeout_s=S
+    ),
     "close": lambda a: a.close(),
     "__enter__": left,
     "__exit__": left,

@@ -1,0 +1,242 @@
+"""`pk transactions`: list and describe transactions, abort or forget them, find hanging ones."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pk.cli.common import (
+    DEFAULT_BOOTSTRAP,
+    AsJson,
+    BootstrapOption,
+    TimeoutMs,
+    countdown,
+    error_json,
+    opened,
+    quiet_end,
+    say,
+    table,
+)
+
+if TYPE_CHECKING:
+    from pk.client.admin import AdminClient, TransactionDescription, TransactionListings
+    from pk.types import TopicPartition
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
+
+IdArgument = Annotated[str, typer.Argument(metavar="ID", help="a transactional id")]
+
+
+def _admin(bootstrap: str) -> AbstractContextManager[AdminClient]:
+    from pk.client.admin import AdminClient
+
+    return opened(AdminClient(bootstrap), bootstrap)
+
+
+@app.command("list")
+def list_transactions(
+    state: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--state",
+            help="Empty, Ongoing, PrepareCommit, PrepareAbort, CompleteCommit or CompleteAbort; "
+            "repeatable",
+        ),
+    ] = None,
+    producer_id: Annotated[
+        list[int] | None, typer.Option("--producer-id", help="a producer id; repeatable")
+    ] = None,
+    open_longer_ms: Annotated[
+        int, typer.Option(min=0, help="only transactions that are open for longer than this")
+    ] = 0,
+    bootstrap: BootstrapOption = DEFAULT_BOOTSTRAP,
+    timeout_ms: TimeoutMs = 60_000,
+    as_json: AsJson = False,
+) -> None:
+    """Show the transactional ids of all coordinators.
+
+    Every broker is asked.  Coordinators that still load, and brokers that do not answer, are named.
+    """
+    with quiet_end(), _admin(bootstrap) as admin:
+        found = admin.list_transactions(
+            state or (),
+            producer_id or (),
+            open_longer_ms=open_longer_ms,
+            timeout_s=timeout_ms / 1000,
+        )
+        if as_json:
+            say({**asdict(found), "complete": found.complete})
+            return
+        rows = [
+            (each.transactional_id, each.coordinator_id, each.producer_id, each.state)
+            for each in found.transactions
+        ]
+        table(["transactional id", "coordinator", "producer id", "state"], rows)
+        _say_missing(found)
+
+
+def _say_missing(found: TransactionListings) -> None:
+    """Print which coordinators the list lacks, on stderr."""
+    if found.loading:
+        numbers = ", ".join(map(str, found.loading))
+        typer.echo(
+            f"not complete: the coordinators of __transaction_state partitions {numbers} still "
+            "load; list again in a moment",
+            err=True,
+        )
+    if found.silent:
+        brokers = ", ".join(map(str, found.silent))
+        typer.echo(f"not complete: no answer from brokers {brokers}", err=True)
+
+
+@app.command()
+def describe(
+    ids: Annotated[list[str], typer.Argument(metavar="ID…", help="transactional ids")],
+    bootstrap: BootstrapOption = DEFAULT_BOOTSTRAP,
+    timeout_ms: TimeoutMs = 60_000,
+    as_json: AsJson = False,
+) -> None:
+    """Show the state of transactional ids, and the partitions of their open transactions."""
+    with quiet_end(), _admin(bootstrap) as admin:
+        found = admin.describe_transactions(ids, timeout_s=timeout_ms / 1000)
+        if as_json:
+            say({"transactions": [_json_of(each) for each in found]})
+        else:
+            for number, each in enumerate(found):
+                if number:
+                    typer.echo("")
+                _show(each)
+    if any(each.error is not None for each in found):
+        raise SystemExit(1)
+
+
+def _json_of(found: TransactionDescription) -> dict[str, Any]:
+    partitions = [{"topic": p.topic, "partition": p.partition} for p in found.partitions]
+    shown = {name: getattr(found, name) for name in found.__slots__}
+    return {**shown, "partitions": partitions, "error": error_json(found.error)}
+
+
+def _show(found: TransactionDescription) -> None:
+    if found.error is not None:
+        typer.echo(f"{found.transactional_id}: {found.error.message}")
+        return
+    rows: list[tuple[str, Any]] = [
+        ("transactional id", found.transactional_id),
+        ("coordinator", found.coordinator_id),
+        ("state", found.state),
+        ("producer id", found.producer_id),
+        ("producer epoch", found.producer_epoch),
+        ("timeout ms", found.timeout_ms),
+    ]
+    if found.started_ms is not None:
+        rows.append(("open since", _time(found.started_ms)))
+        rows.append(("partitions", _places(found.partitions) or "none yet"))
+    if found.reason:
+        rows.append(("aborted because", found.reason))
+    table(["field", "value"], rows)
+
+
+def _places(places: Iterable[TopicPartition]) -> str:
+    """Return partitions as text, those of a topic together: `orders 0 1 2, payments 0`."""
+    topics: dict[str, list[int]] = {}
+    for place in places:
+        topics.setdefault(place.topic, []).append(place.partition)
+    return ", ".join(f"{topic} {' '.join(map(str, its))}" for topic, its in topics.items())
+
+
+def _time(ms: int) -> str:
+    found = datetime.datetime.fromtimestamp(ms / 1000, datetime.UTC)
+    return found.isoformat(sep=" ", timespec="milliseconds").replace("+00:00", " UTC")
+
+
+@app.command()
+def abort(
+    transactional_id: IdArgument,
+    bootstrap: BootstrapOption = DEFAULT_BOOTSTRAP,
+    timeout_ms: TimeoutMs = 60_000,
+    as_json: AsJson = False,
+) -> None:
+    """Abort the open transaction of an id; its producer learns it from its next call."""
+    with quiet_end(), _admin(bootstrap) as admin:
+        admin.abort_transaction(transactional_id, timeout_s=timeout_ms / 1000)
+    if as_json:
+        say({"aborted": transactional_id})
+    else:
+        typer.echo(f"the transaction of {transactional_id} is aborted")
+
+
+@app.command()
+def forget(
+    transactional_id: IdArgument,
+    bootstrap: BootstrapOption = DEFAULT_BOOTSTRAP,
+    timeout_ms: TimeoutMs = 60_000,
+    as_json: AsJson = False,
+) -> None:
+    """Remove a transactional id that no producer uses any more."""
+    with quiet_end(), _admin(bootstrap) as admin:
+        admin.forget_transactional_id(transactional_id, timeout_s=timeout_ms / 1000)
+    if as_json:
+        say({"forgotten": transactional_id})
+    else:
+        typer.echo(f"{transactional_id} is forgotten")
+
+
+@app.command("find-hanging")
+def find_hanging(
+    topic: Annotated[
+        list[str] | None, typer.Option("--topic", help="a topic; repeatable; default: all")
+    ] = None,
+    max_timeout_ms: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="a transaction that is open for longer hangs; default: the brokers' "
+            "transaction_max_timeout_ms",
+        ),
+    ] = None,
+    bootstrap: BootstrapOption = DEFAULT_BOOTSTRAP,
+    timeout_ms: TimeoutMs = 60_000,
+    as_json: AsJson = False,
+) -> None:
+    """Find open transactions that their coordinators will not end in time; exit code 1 if any.
+
+    They hold back the last stable offset of a partition.  The producers of the partitions are
+    compared with the transactions that the coordinators know.
+    """
+    seconds = countdown(timeout_ms)
+    with quiet_end(), _admin(bootstrap) as admin:
+        found = admin.find_hanging_transactions(
+            topic, max_timeout_ms=max_timeout_ms, timeout_s=seconds()
+        )
+        if as_json:
+            shown = [
+                {
+                    **asdict(each),
+                    "partition": each.partition.partition,
+                    "topic": each.partition.topic,
+                }
+                for each in found
+            ]
+            say({"hanging": shown})
+        elif not found:
+            typer.echo("no transaction hangs")
+        else:
+            rows = [
+                (
+                    str(each.partition), each.producer_id, each.producer_epoch, each.start_offset,
+                    each.open_ms, each.transactional_id, each.reason,
+                )
+                for each in found
+            ]  # fmt: skip
+            table(
+                ["partition", "producer id", "epoch", "start offset", "open ms",
+                 "transactional id", "why"],
+                rows,
+            )  # fmt: skip
+    if any(each.certain for each in found):
+        raise SystemExit(1)
