@@ -103,6 +103,11 @@ WORLD_GENERIC = {
     "pk.server.replica.replay_log",
     "pk.server.runtime",
     "pk.server.tier",
+    "pk.server.transactions.coordinator",
+    "pk.server.transactions.gathering",
+    "pk.server.transactions.marker_sender",
+    "pk.server.transactions.open_transactions",
+    "pk.server.transactions.verifier",
     "pk.sim",
 }
 

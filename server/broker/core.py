@@ -43,6 +43,9 @@ from pk.server.tier.client import TierClient
 from pk.server.tier.epoch_fence import EpochFence
 from pk.server.tier.purges import Purges
 from pk.server.tier.view import TierFeed
+from pk.server.transactions.coordinator import TransactionCoordinators
+from pk.server.transactions.open_transactions import OpenTransactionChecks
+from pk.server.transactions.verifier import TransactionVerifier
 from pk.tasks import TaskRegistry
 from pk.types import PartitionKey
 from pk.wire import pk_pb2 as wire
@@ -82,9 +85,23 @@ class BrokerCore:
         self.feed = TierFeed(env.world.new_id())
         self.writers = LogDirWriters(env, lifecycle.heartbeat_soon)
         self.channels = BrokerChannels(env, hello, metadata)
+        self._compose_transactions()
         self._compose_replicas()
         self._compose_publisher()
         self.scheduler = self._compose_scheduler()
+
+    def _compose_transactions(self) -> None:
+        """Make the transaction coordinators, and what a leader asks of coordinators."""
+        env, metadata, channels = self.env, self.metadata, self.channels
+        self.coordinators = TransactionCoordinators(
+            env, metadata, self.partitions, self.lifecycle, self.clocks, channels
+        )
+        self.verifier = TransactionVerifier(
+            metadata, channels, partial(env.bug, "asking a transaction coordinator")
+        )
+        self.open_transactions = OpenTransactionChecks(
+            env, self.partitions, self.clocks, self.verifier
+        )
 
     def _compose_replicas(self) -> None:
         """Make the parts that change replicas: fetchers, ISR changes, claims, failures."""
@@ -119,6 +136,7 @@ class BrokerCore:
             self.due,
             self.feed,
             self.failures,
+            self.coordinators,
         )
         self.report = HeartbeatReport(
             env.node_id,
@@ -230,6 +248,9 @@ class BrokerCore:
         self.reaper.close()
         await self.scheduler.close()
         await self.publisher.close()
+        await self.open_transactions.close()
+        await self.coordinators.close()
+        await self.verifier.close()
         await self.epoch_fence.close()
         await self.alter_partition.close()
         await self.fetchers.close()

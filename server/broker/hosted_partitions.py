@@ -13,7 +13,7 @@ from pk import errors
 from pk.server.metadata.cache import MetadataCache
 from pk.server.replica.partition import Partition
 from pk.server.replica.state import HostedReplicas
-from pk.types import NodeId, PartitionKey
+from pk.types import NONE, Epoch, NodeId, PartitionKey
 
 
 class HostedPartitions:
@@ -43,6 +43,11 @@ class HostedPartitions:
     def leader_hint(self, key: PartitionKey) -> NodeId:
         """Return the leader of the partition, as far as this broker knows."""
         return self._metadata.leader_of(key)
+
+    def unclean_epoch(self, key: PartitionKey) -> Epoch:
+        """Return the last leader epoch of the partition that began uncleanly; NONE = none (R3)."""
+        state = self._metadata.image.partition(key)
+        return NONE if state is None else state.unclean_epoch
 
     def why_not_here(self, key: PartitionKey) -> errors.PkError:
         """Return the error that says why this broker does not have the partition."""

@@ -41,6 +41,7 @@ from pk.server.handlers.partition_descriptions import PartitionDescriptions
 from pk.server.handlers.peers import Peer
 from pk.server.handlers.produce import ProducerStreams, ProduceStream
 from pk.server.handlers.tier import TierRequests
+from pk.server.handlers.transactions import TransactionRequests
 from pk.server.metadata.cache import MetadataCache
 from pk.server.replica.context import Environment
 from pk.server.replica.metrics import BrokerMetrics
@@ -67,7 +68,7 @@ class BrokerStreams:
     def __init__(self, core: BrokerCore) -> None:
         env, hosted, metadata = core.env, core.hosted, core.metadata
         self._admission = Admission(core.lifecycle)
-        self.appends = Appends(hosted, self._admission, core.clocks, core.manager)
+        self.appends = Appends(hosted, self._admission, core.clocks, core.manager, core.verifier)
         self.producers = ProducerStreams()
         self._produce = partial(ProduceStream, env, self.appends, self.producers, core.purgatory)
         self._fetch = partial(
@@ -86,6 +87,10 @@ class BrokerStreams:
             core.tier,
             core.due,
         )
+        self.transactions = TransactionRequests(
+            env, hosted, core.clocks, core.coordinators, core.verifier, core.publisher
+        )
+        core.channels.handlers.update(self.transactions.between_brokers())
         self._control = partial(
             ControlStream,
             env,
@@ -101,6 +106,7 @@ class BrokerStreams:
                 core.clocks,
             ),
             ProducerIds(env, self._admission, core.lifecycle),
+            self.transactions,
             self.offsets,
             PartitionDescriptions(hosted, core.replicas, metadata, core.corruption),
             self.tier,
@@ -251,6 +257,8 @@ class BrokerNode:
         core.lifecycle.start(self._identity())
         core.publisher.start()
         core.scheduler.start()
+        core.coordinators.start()
+        core.open_transactions.start()
         await self._until_unfenced()
         self._serving.set()
 

@@ -16,6 +16,8 @@ from pk.server.replica.purgatory import ProducePurgatory
 from pk.server.replica.reaper import ExpirationReaper
 from pk.server.replica.state import HostedReplicas
 from pk.server.tier.view import TierFeed
+from pk.server.transactions.coordinator import TransactionCoordinators
+from pk.transactional_ids import TOPIC
 
 
 class PartitionHost:
@@ -31,6 +33,7 @@ class PartitionHost:
         due: DueWork,
         feed: TierFeed,
         failures: FailureHandler,
+        coordinators: TransactionCoordinators,
     ) -> None:
         self.node_id = env.node_id
         self.replicas = replicas
@@ -39,6 +42,7 @@ class PartitionHost:
         self._manager = manager
         self._due = due
         self._feed = feed
+        self._coordinators = coordinators
         self.parked = reaper.parked
         self.retain_soon = due.retain_soon
         self.storage_failed = failures.storage_failed
@@ -51,14 +55,16 @@ class PartitionHost:
         return self._clock.monotonic_ms()
 
     def partition_moved(self, partition: Partition) -> None:
-        """Pass changed bounds, epoch or settings to the tier, the checkpoint and the flush
-        timer.
+        """Pass changed bounds, epoch or settings to the tier, the checkpoint, the flush timer and
+        the transaction coordinators.
         """
         key = partition.key
         self._manager.set_high_watermark(key, partition.high_watermark)
         if partition.leader is not None and partition.tiered:
             self._feed.touch(key)
             self._feed.moved.set()
+        if partition.topic == TOPIC:
+            self._coordinators.partition_moved(partition)
         flush_ms = partition.settings["flush_ms"]  # followers flush too
         if flush_ms < settings.DAY_MS and key not in self._due.flushes:
             self._due.flushes.set(key, self.now_ms + flush_ms)

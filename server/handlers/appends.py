@@ -13,8 +13,9 @@ from pk.server.broker.clock_watch import ClockWatch
 from pk.server.broker.hosted_partitions import HostedPartitions
 from pk.server.handlers.admission import Admission
 from pk.server.replica.delayed_produce import DelayedProduce
+from pk.server.transactions.verifier import Asked, TransactionVerifier
 from pk.topic_names import is_internal
-from pk.types import PartitionKey
+from pk.types import NONE, Epoch, PartitionKey
 
 #: Refusals that follow from the state that the log has of a producer.
 NO_LAST_WORD = (
@@ -33,11 +34,13 @@ class Appends:
         admission: Admission,
         clocks: ClockWatch,
         manager: LogManager,
+        verifier: TransactionVerifier,
     ) -> None:
         self._partitions = partitions
         self._admission = admission
         self._clocks = clocks
         self._manager = manager
+        self._verifier = verifier
 
     def batch_bounds(self, key: PartitionKey) -> tuple[int, int]:
         """Return the largest batch size, encoded and decoded, that the partition's topic takes."""
@@ -84,6 +87,35 @@ class Appends:
                 f"{partition}: not every in-sync replica has fetched from the new leader yet: "
                 f"{refusal.message}"
             ) from refusal
+
+    def leader_epoch(self, key: PartitionKey) -> Epoch:
+        """Return the leader epoch in which this broker leads the partition; NONE = it does not."""
+        partition = self._partitions.get(key)
+        return NONE if partition is None else partition.leader_epoch
+
+    def unverified(self, key: PartitionKey, header: Header) -> bool:
+        """Whether a transactional batch must wait for its coordinator's word (rule X6).
+
+        No if its transaction is open in the log, and no if `append` will refuse it anyway.
+        """
+        partition = self._partitions.get(key)
+        if partition is None or partition.leader is None:
+            return False
+        known = partition.log.producers.get(header.producer_id)
+        if known is None or known.epoch < header.producer_epoch:
+            return True
+        return known.epoch == header.producer_epoch and known.transaction_start == NONE
+
+    async def register(self, producer_id: int, producer_epoch: int, key: PartitionKey) -> None:
+        """Have the coordinator add the partition to the producer's transaction (rule X6).
+
+        Raises the coordinator's refusal, or a retriable error.
+        """
+        leader = self._partitions.find(key).serving()
+        unclean_epoch = self._partitions.unclean_epoch(key)
+        await self._verifier.ask(
+            Asked(producer_id, producer_epoch, key, leader.leader_epoch, unclean_epoch)
+        )
 
     def full(self, key: PartitionKey) -> bool:
         """Whether the write queue of the partition's directory is full."""

@@ -18,6 +18,7 @@ from pk.server.handlers.offsets import OffsetRequests
 from pk.server.handlers.partition_descriptions import PartitionDescriptions
 from pk.server.handlers.peers import Peer, between_brokers
 from pk.server.handlers.tier import TierRequests
+from pk.server.handlers.transactions import TransactionRequests
 from pk.server.replica.context import Environment, MetadataProgress
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -38,6 +39,7 @@ class ControlStream:
         progress: MetadataProgress,
         admin: AdminRequests,
         ids: ProducerIds,
+        transactions: TransactionRequests,
         offsets: OffsetRequests,
         descriptions: PartitionDescriptions,
         tier: TierRequests,
@@ -50,6 +52,7 @@ class ControlStream:
         self._requests = metadata
         self._admin = admin
         self._ids = ids
+        self._transactions = transactions
         self._offsets = offsets
         self._descriptions = descriptions
         self._tier = tier
@@ -73,7 +76,12 @@ class ControlStream:
             "list_offsets": lambda request, _: offsets.list_offsets(request),
             "byte_offsets": lambda request, _: offsets.byte_offsets(request),
             "delete_records": lambda request, _: offsets.delete_records(request),
-            "init_producer_id": lambda request, _: self._ids.init(request),
+            "init_producer_id": self._init_producer_id,
+            "end_txn": lambda request, _: self._transactions.end(request),
+            "list_transactions": lambda request, _: self._transactions.list(request),
+            "describe_transactions": lambda request, _: self._transactions.describe(request),
+            "abort_transaction": lambda request, _: self._transactions.abort(request),
+            "forget_transaction": lambda request, _: self._transactions.forget(request),
             "describe_partitions": self._describe_partitions,
             "describe_tier": lambda request, _: tier.describe_tier(request),
             "tier_rows": lambda request, _: tier.tier_rows(request),
@@ -119,6 +127,13 @@ class ControlStream:
         if request.watch:
             self._subscription.begin(request, reply)
         return reply
+
+    async def _init_producer_id(
+        self, request: wire.InitProducerIdRequest, _: frames.Frame
+    ) -> Message:
+        if request.transactional_id:
+            return await self._transactions.init_producer(request)
+        return await self._ids.init(request)
 
     async def _tier_progress(self, request: wire.TierProgressRequest, _: frames.Frame) -> Message:
         return self._tier.tier_progress(request)

@@ -36,6 +36,7 @@ from pk.log import batch as batches
 from pk.log import columns
 from pk.log.batch import HEADER_BYTES, Header
 from pk.server.handlers.appends import Appends
+from pk.server.handlers.unverified import UnverifiedBatches
 from pk.server.replica.context import Environment
 from pk.server.replica.delayed_produce import DelayedProduce
 from pk.server.replica.leader import ACKS_ALL
@@ -154,6 +155,7 @@ class ProduceStream:
         self._purgatory = purgatory
         self._stream = stream
         self._speaker = producers.open()
+        self._unverified = UnverifiedBatches(appends, env.clock, self._check_speaker, env.bug)
         self._jobs: deque[_Job] = deque()
         self._job_ready = asyncio.Event()
         self._job_taken = asyncio.Event()
@@ -177,12 +179,14 @@ class ProduceStream:
             self._finished = True
             self._job_ready.set()
             await appender  # D4: after a clean end every batch is decided
+            await self._unverified.idle()
         except Disconnected:
             pass
         except errors.PkError as refusal:
             await self._refuse(refusal)
         finally:
             await tasks.close()
+            await self._unverified.close()
             await self._checks.close()
             for delayed in self._delayed:
                 delayed.sink = None
@@ -306,6 +310,10 @@ class ProduceStream:
             if isinstance(checked, errors.PkError):
                 raise checked
             self._hear(checked.producer_id)
+            if checked.transactional and self._unverified.hold(
+                entry.key, checked, entry.batch, entry.leader_epoch, delayed
+            ):
+                return
             self._appends.append(entry.key, checked, entry.batch, entry.leader_epoch, delayed)
         except errors.PkError as refusal:
             delayed.answer(refusal)
@@ -328,7 +336,11 @@ class ProduceStream:
                     other.given_up, other.producer_id = True, NONE
                 speakers[producer_id] = mine
                 mine.producer_id = producer_id
-        if mine.given_up:
+        self._check_speaker()
+
+    def _check_speaker(self) -> None:
+        """Raise `BrokerUnavailable` if the producer uses a newer stream (D5)."""
+        if self._speaker.given_up:
             raise errors.BrokerUnavailable("its producer uses a newer stream")
 
     def _fall_silent(self) -> None:

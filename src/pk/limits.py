@@ -45,6 +45,10 @@ TRANSACTIONAL_ID_BYTES_MAX = 249
 TRANSACTION_PARTITIONS_MAX = 10_000
 #: Requests in flight per (producer, partition) that idempotence can keep in order.
 IN_FLIGHT_MAX = 5
+#: Largest number of transactional ids that a request may name.
+TRANSACTIONS_DESCRIBED_MAX = 1_000
+#: Largest number of markers times partitions of one request between brokers.
+TXN_MARKERS_MAX = 10_000
 #: Producer ids per block that the controller grants to a broker.
 PRODUCER_ID_BLOCK = 1000
 #: Largest number of partitions of one topic.

@@ -46,6 +46,7 @@ from pk.world import Disconnected, Stream, StreamKind, World
 
 TOPIC_ID = "11111111-1111-4111-8111-111111111111"
 ADDRESS = "broker:9292"
+PROVEN = "proven"
 HELLO = wire.Hello(client_id="test", protocol=PROTOCOL)
 
 
@@ -170,9 +171,14 @@ class Rig:
         tier: Any = self.tier
         clocks = ClockWatch(env, manager, metadata)
         self.core = BrokerCore(env, manager, metadata, clocks, lifecycle, tier, HELLO)
+        self.core.verifier.ask = self.coordinator  # type: ignore[method-assign,assignment]
         self.streams = BrokerStreams(self.core)
         self.core.clocks.begin("boot", fresh=True)
         self.core.clocks.trust.compare((), ())  # it is alone, and its clock right
+
+    async def coordinator(self, asked: Any) -> wire.TxnAnswer:
+        """Answer, as a coordinator, that every partition is registered."""
+        return wire.TxnAnswer()
 
     def partition(
         self,
