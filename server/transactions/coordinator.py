@@ -13,6 +13,8 @@ Invariants
   N4  No reply leaves a broker without contact to the controller: another broker may coordinate the
       partition by then.
   N5  No transaction times out, and no id is forgotten, while the clock is not trusted (rule L10).
+  N6  A decision to commit is SYNCED before its reply if a topic of the transaction has
+      `flush_on_ack`.  Otherwise it is as durable as the records, in the page caches of replicas.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from pk.server.runtime.replayed_host import ReplayedHost
 from pk.server.transactions import commands, records
 from pk.server.transactions.machine import TransactionCoordinator
 from pk.server.transactions.marker_sender import Ending, TransactionMarkerSender
+from pk.server.transactions.state import TransactionState
 from pk.server.transactions.verifier import coordinator_of
 from pk.tasks import TaskRegistry
 from pk.transactional_ids import PARTITIONS, TOPIC, partition_of_id, producer_id
@@ -156,7 +159,12 @@ class TransactionCoordinators:
             NONE if state is None else state.unclean_epoch,
         )
         log = PartitionReplayLog(
-            partition, epoch, self._env.clock, records.to_row, records.from_row
+            partition,
+            epoch,
+            self._env.clock,
+            records.to_row,
+            records.from_row,
+            self._must_sync,
         )
         host: ReplayedHost[Any, Any] = ReplayedHost(
             partial(TransactionCoordinator, rules),
@@ -168,6 +176,19 @@ class TransactionCoordinators:
         )
         hosted = self._hosted[number] = _Hosted(number, epoch, host, log)
         return hosted
+
+    def _must_sync(self, record: records.TransactionLogRecord) -> bool:
+        """Whether the decision to commit must outlive a power loss, as the data do (N6)."""
+        if record.value is None:
+            return False
+        body = record.value.transaction
+        if body.state != TransactionState.PREPARE_COMMIT:
+            return False
+        topics = (self._metadata.image.topics.get(each.topic_id) for each in body.topics)
+        return any(
+            topic is not None and self._metadata.settings_of(topic.name)["flush_on_ack"]
+            for topic in topics
+        )
 
     async def _load(self, hosted: _Hosted) -> None:
         """Replay the partition and take up what a predecessor left (N2, N3)."""
@@ -192,16 +213,17 @@ class TransactionCoordinators:
     async def _resume(self, hosted: _Hosted) -> None:
         """Take up the open and the prepared transactions of the machine (N3)."""
         machine = hosted.host.machine
+        hosted.deadlines.clear()  # effects of commands behind this one may fill it already
+        hosted.endings.clear()
         try:
             found = await hosted.host.ask(commands.Resume())
         except errors.PkError:
             return  # the leadership ended, or the next tick asks again
         hosted.resumed = machine
-        hosted.deadlines.clear()
         for each in found:
             if isinstance(each, commands.TransactionBegan):
-                hosted.deadlines[each.transactional_id] = each
-            else:
+                hosted.deadlines.setdefault(each.transactional_id, each)
+            elif each.transactional_id not in hosted.endings:
                 self._deliver(hosted, each)
 
     # -- effects ---------------------------------------------------------------------------------
