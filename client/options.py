@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from pk import errors
-from pk.settings import CONSUMER, PRODUCER, Options
+from pk.settings import CONSUMER, PRODUCER, SERVER, Options
 
 #: The default time-out of administration calls.
 TIMEOUT_S = 60.0
+#: The default of the brokers' maximum.
+TRANSACTION_MAX_TIMEOUT_MS: int = SERVER.by_name["transaction_max_timeout_ms"].default
 
 #: Kafka's names for which pk has a shorter one.
 ALIASES = {

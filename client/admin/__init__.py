@@ -36,7 +36,7 @@ from pk.client.admin.transactions import (
     TransactionListing,
     TransactionListings,
 )
-from pk.client.options import TIMEOUT_S, bootstrap_of
+from pk.client.options import TIMEOUT_S, TRANSACTION_MAX_TIMEOUT_MS, bootstrap_of
 from pk.types import TopicPartition
 
 __all__ = [
@@ -416,13 +416,13 @@ class AdminClient:
         self,
         topics: Iterable[str] | None = None,
         *,
-        max_timeout_ms: int | None = None,
+        max_timeout_ms: int = TRANSACTION_MAX_TIMEOUT_MS,
         timeout_s: float = TIMEOUT_S,
     ) -> list[HangingTransaction]:
         """Return open transactions that their coordinators will not end in time (KIP-664).
 
         topics: None = all but pk's own.  max_timeout_ms: a transaction that is open for longer
-        hangs; None = transaction_max_timeout_ms of the cluster.
+        hangs; by default the default of the brokers' transaction_max_timeout_ms.
         """
         return self._transactions.find_hanging_transactions(topics, max_timeout_ms, timeout_s)
 

@@ -16,7 +16,6 @@ from google.protobuf.message import Message
 
 from pk import errors
 from pk.client import arguments
-from pk.client.admin.configs import ConfigCalls
 from pk.client.admin.connection import AdminConnection
 from pk.client.admin.described import everyone
 from pk.client.network_client import NetworkClient
@@ -192,21 +191,16 @@ class TransactionCalls:
         return self._connection.run(lambda ms: _producers(cluster, places, ms), timeout_s)
 
     def find_hanging_transactions(
-        self, topics: Iterable[str] | None, max_timeout_ms: int | None, timeout_s: float
+        self, topics: Iterable[str] | None, max_timeout_ms: int, timeout_s: float
     ) -> list[HangingTransaction]:
         """Find open transactions that their coordinators will not end in time."""
-        if max_timeout_ms is not None:
-            max_timeout_ms = arguments.whole(max_timeout_ms, "max_timeout_ms", 1, 2**63 - 1)
+        max_timeout_ms = arguments.whole(max_timeout_ms, "max_timeout_ms", 1, 2**63 - 1)
         wanted = None if topics is None else arguments.topics(topics, "topics")
         deadline_s = self._connection.deadline_s(timeout_s)
 
         def left_s() -> float:
             return self._connection.left_s(deadline_s)
 
-        if max_timeout_ms is None:
-            configs = ConfigCalls(self._connection).describe_configs("", "broker", left_s())
-            values = {each.name: each.value for each in configs}
-            max_timeout_ms = int(values["transaction_max_timeout_ms"])
         request = wire.MetadataRequest(topics=wanted)
         reply = self._connection.ask(request, wire.MetadataReply, left_s())
         for topic in reply.topics:

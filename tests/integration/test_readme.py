@@ -86,6 +86,12 @@ def test_the_quick_start_works_as_written(server: EmbeddedServer, tmp_path: Path
     (first, *_) = blocks("python", "Quick start")
     out = run([sys.executable, "-W", "error", "-c", python_of(server, first, tmp_path)])
     assert "b'AA' b'{\"delay\": 7}'" in out
+    (transaction,) = blocks("python", "Transactions")
+    run([sys.executable, "-W", "error", "-c", python_of(server, transaction, tmp_path)])
+    command = ["pk", "transactions", "list", "--json", "--bootstrap", server.address]
+    listed = json.loads(run(command))
+    (found,) = listed["transactions"]
+    assert found["transactional_id"] == "flights-1"
 
 
 @pytest.mark.spark

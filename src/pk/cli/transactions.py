@@ -192,13 +192,13 @@ def find_hanging(
         list[str] | None, typer.Option("--topic", help="a topic; repeatable; default: all")
     ] = None,
     max_timeout_ms: Annotated[
-        int | None,
+        int,
         typer.Option(
             min=1,
-            help="a transaction that is open for longer hangs; default: the brokers' "
-            "transaction_max_timeout_ms",
+            help="a transaction that is open for longer hangs: give the brokers' "
+            "transaction_max_timeout_ms if it is not the default",
         ),
-    ] = None,
+    ] = 900_000,
     bootstrap: BootstrapOption = DEFAULT_BOOTSTRAP,
     timeout_ms: TimeoutMs = 60_000,
     as_json: AsJson = False,

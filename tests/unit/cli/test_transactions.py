@@ -17,6 +17,7 @@ from pk.client.admin import (
     TransactionListing,
     TransactionListings,
 )
+from pk.client.options import TRANSACTION_MAX_TIMEOUT_MS
 from pk.types import TopicPartition
 
 PLACES = (
@@ -128,7 +129,7 @@ def test_find_hanging_fails_if_it_finds_one(admin: Admin, told: Any) -> None:
     admin.hanging = [HangingTransaction(PLACES[1], 77, 3, 500, 9_000, "", "unknown")]
     text = told("find-hanging", "--topic", "orders", "--max-timeout-ms", "5", code=1)
     assert text.split("\n")[1].split() == ["orders-2", "77", "3", "500", "9000", "unknown"]
-    assert admin.asked == [(None, None), (["orders"], 5)]
+    assert admin.asked == [(None, TRANSACTION_MAX_TIMEOUT_MS), (["orders"], 5)]
     (found,) = told("find-hanging", "--json", code=1)["hanging"]
     assert (found["topic"], found["partition"], found["start_offset"]) == ("orders", 2, 500)
     admin.hanging = [HangingTransaction(PLACES[1], 77, 3, 500, 9_000, "", "loads", certain=False)]

@@ -68,7 +68,6 @@ class Coordinator(FakeBroker):
             "abort_transaction": lambda request: wire.AbortTransactionReply(),
             "forget_transaction": lambda request: wire.ForgetTransactionReply(),
             "describe_producers": self._describe_producers,
-            "describe_configs": self._configs,
         }
         return super()._handlers() | {name: handler(answer) for name, answer in more.items()}
 
@@ -99,12 +98,6 @@ class Coordinator(FakeBroker):
                 topic_id=each.topic_id, partition=each.partition,
                 producers=self.producers.get(each.partition, ()),
             )  # fmt: skip
-        return reply
-
-    def _configs(self, request: Any) -> wire.DescribeConfigsReply:
-        reply = wire.DescribeConfigsReply()
-        result = reply.results.add()
-        result.entries.add(name="transaction_max_timeout_ms", value=str(15 * MIN))
         return reply
 
 
