@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ from pk import errors
 from pk.client import arguments
 from pk.client.admin.connection import AdminConnection
 from pk.client.endings import refusal
-from pk.client.network_client import NetworkClient
+from pk.client.network_client import UNKNOWN_TOPIC_MS, NetworkClient
 from pk.types import PartitionKey, TopicPartition
 from pk.wire import pk_pb2 as wire
 
@@ -56,6 +57,11 @@ class ReassignmentCalls:
         deadline_s = self._connection.deadline_s(timeout_s)
         if unknown:
             ids |= self.topic_ids(unknown, timeout_s)
+            timeout_s = self._connection.left_s(deadline_s)
+        late = [name for name in unknown if name not in ids]
+        if late:
+            cluster = self._connection.cluster
+            ids |= self._connection.run(lambda ms: _new_ids(cluster, late, ms), timeout_s)
             timeout_s = self._connection.left_s(deadline_s)
         for item in request.reassignments:
             item.topic_id = ids.get(item.topic, "")
@@ -114,6 +120,25 @@ class ReassignmentCalls:
             timeout_s = self._connection.left_s(deadline_s)
         reply = self._connection.ask(request, wire.ElectLeadersReply, timeout_s)
         return _by_partition(reply.results)
+
+
+async def _new_ids(cluster: NetworkClient, names: list[str], timeout_ms: int) -> dict[str, str]:
+    """Return the ids of topics that the broker asked did not know.
+
+    Waits a moment, as they may be new.  A topic that is still unknown then is left out.
+    """
+    clock = cluster.world.clock
+    deadline = clock.monotonic_ms() + timeout_ms
+    moment = clock.monotonic_ms() + UNKNOWN_TOPIC_MS
+    cluster.watch_topics(names)
+    found: dict[str, str] = {}
+    for name in names:
+        now = clock.monotonic_ms()
+        # The controller answers for each partition of a topic that does not exist.
+        with contextlib.suppress(errors.UnknownTopicOrPartition):
+            metadata = await cluster.topic(name, max(1, deadline - now), max(0, moment - now))
+            found[name] = metadata.topic_id
+    return found
 
 
 async def _keys(
