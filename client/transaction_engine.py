@@ -193,7 +193,8 @@ class TransactionEngine:
             elif effect.name == "discard":
                 self._engine.discard(effect.value)
             elif effect.name == "fatal":
-                _log.error("%s: %s", self.manager.transactional_id, effect.value.message)
+                name, error = self.manager.transactional_id, effect.value
+                _log.error("producer %s can send nothing more: %s", name, error.message)
                 self._engine.fail(effect.value)
 
     async def _ask(self, effect: Send) -> None:

@@ -405,8 +405,9 @@ class TransactionManager:
             self._retry.postpone(now_ms)
             self._effects.append(SetTimer("transaction", self._retry.at_ms))
         elif isinstance(error, _FENCED):
-            words = f"{self.transactional_id}: {error.message}; close this producer"
-            self._become_fatal(errors.ProducerFenced(words))
+            advice = "close this producer"
+            words = "" if advice in error.message else f"; {advice}"
+            self._become_fatal(errors.ProducerFenced(error.message + words))
         elif commit and isinstance(error, errors.TransactionAborted):
             self._asked = None
             self._become_abortable(error)

@@ -261,6 +261,13 @@ def test_a_fenced_producer_is_at_its_end(rig: Rig, kind: type[errors.PkError]) -
     assert type(rig.manager.refusal(SEND)) is errors.ProducerFenced
 
 
+@pytest.mark.parametrize("words", ["newer", "newer: close this producer"])
+def test_the_advice_to_close_is_given_once(rig: Rig, words: str) -> None:
+    rig.ready().begun().ending(COMMIT)
+    rig.step(Replied(errors.ProducerFenced(words)))
+    assert rig.outcome(COMMIT).message.count("close this producer") == 1
+
+
 def test_a_leader_that_knows_of_a_newer_instance_ends_the_producer(rig: Rig) -> None:
     rig.ready().begun().step(BatchFailed(errors.ProducerFenced("newer")))
     assert rig.published == ["fatal"]
