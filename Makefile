@@ -26,7 +26,7 @@ PYTEST := $(PY) -m pytest -q $(ARGS)
 SPREAD := -n 2 --dist worksteal
 REAL_SPREAD := -n 2 --dist loadfile
 FAST := $(wildcard tests/unit tests/contract tests/property tests/sim tests/soak tests/chaos)
-REAL := $(wildcard tests/contract tests/integration tests/spark tests/s3 tests/chaos tests/golden tests/soak)
+REAL := $(wildcard tests/contract tests/integration tests/spark tests/s3 tests/chaos tests/eos tests/golden tests/soak)
 PLAIN := not s3 and not spark and not chaos and not peer
 PROCESSES := (integration or spark or s3 or chaos) and not peer
 
@@ -102,6 +102,10 @@ chaos: $(VENV)/.ready ## 50 rounds of kill -9 under load (ROUNDS=, SEED=); a ver
 .PHONY: chaos-cluster
 chaos-cluster: $(VENV)/.ready ## three nodes: kills, freezes, cut networks, lost disks (SEED=); a verdict
 	$(PY) tests/chaos/cluster_run.py $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+.PHONY: eos
+eos: $(VENV)/.ready ## exactly once: a read-process-write loop in transactions, brokers and clients killed (SEED=); a verdict
+	$(PY) tests/eos/run.py $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 .PHONY: abuse
 abuse: $(VENV)/.ready ## bit flips, wrong clocks, full disks, hostile peers (SEED=); a verdict table
