@@ -245,22 +245,24 @@ class TransactionManager:
         return self.state in (_S.IN_TRANSACTION, _S.COMMITTING)
 
     def refusal(self, call: TransactionCall) -> errors.PkError | None:
-        """Return the error of this call in the present state; None if it is allowed."""
-        if self.state is _S.FATAL_ERROR:
-            assert self.error is not None
-            return same_error(self.error)
-        if self._unclaimed is not None and call is not (taken := self._unclaimed[0]):
-            late_abort = call is _ABORT and self.state is _S.ABORTABLE_ERROR
+        """Return the error of this call in the present state; None if it is allowed.
+
+        `send` asks in any thread, so each attribute is read once.
+        """
+        state, error, unclaimed = self.state, self.error, self._unclaimed
+        if state is _S.FATAL_ERROR and error is not None:
+            return same_error(error)
+        if unclaimed is not None and call is not (taken := unclaimed[0]):
+            late_abort = call is _ABORT and state is _S.ABORTABLE_ERROR
             if not late_abort:
                 return errors.InvalidTxnState(
                     f"{call.value}: the last {taken.value} timed out: call it again for its outcome"
                 )
-        elif call is _ABORT and self.state is _S.COMMITTING and self._asked is not None:
+        elif call is _ABORT and state is _S.COMMITTING and self._asked is not None:
             return errors.InvalidTxnState(f"{call.value}: {_COMMIT_AGAIN}")  # M2
-        if self.state is _S.ABORTABLE_ERROR and call in (_SEND, _COMMIT):
-            assert self.error is not None
-            return same_error(self.error)
-        words = REFUSALS.get((self.state, call))
+        if state is _S.ABORTABLE_ERROR and call in (_SEND, _COMMIT):
+            return errors.TransactionAborted() if error is None else same_error(error)
+        words = REFUSALS.get((state, call))
         return None if words is None else errors.InvalidTxnState(f"{call.value}: {words}")
 
     # -- calls -------------------------------------------------------------------------------------
@@ -327,13 +329,15 @@ class TransactionManager:
     def _become_abortable(self, error: errors.PkError) -> None:
         """Note that the transaction can only be aborted; a commit in progress ends."""
         committing = self.state is _S.COMMITTING
-        self.state, self.error = _S.ABORTABLE_ERROR, error
+        self.error = error  # first: another thread may look (`refusal`)
+        self.state = _S.ABORTABLE_ERROR
         self._effects.append(Publish("discard", error))
         if committing:
             self._end_call(_COMMIT, same_error(error))
 
     def _become_fatal(self, error: errors.PkError) -> None:
-        self.state, self.error = _S.FATAL_ERROR, error
+        self.error = error
+        self.state = _S.FATAL_ERROR
         self._asked, self._unclaimed = None, None
         self._effects += [SetTimer("transaction", None), Publish("fatal", error)]
         for call in list(self._waiting):
