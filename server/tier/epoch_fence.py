@@ -190,22 +190,31 @@ class EpochFence:
         )
         work = self._begin_at_table(partition, table.end, start)
         task = self._fetchers.changing.spawn(work, partition.key)
-        await asyncio.shield(task)  # if the claim ends, the change of the log is still completed
+        # If the claim ends, the change of the log is still completed.
+        refusal = await asyncio.shield(task)
+        if refusal is not None:
+            raise refusal
 
-    async def _begin_at_table(self, partition: Partition, end: Offset, start: Offset) -> None:
-        # The table's records below its end still belong to the log, except those that were deleted
-        # before (rule T9).  The log start may lie beyond the table's end.
+    async def _begin_at_table(
+        self, partition: Partition, end: Offset, start: Offset
+    ) -> errors.PkError | None:
+        """Begin the log at the table's end; return the error that left the log as it was.
+
+        The table's records below its end still belong to the log, except those that were deleted
+        before (rule T9).  The log start may lie beyond the table's end.
+        """
         key = partition.key
         partition.cut_watermark(0)
         try:
             await self._manager.start_anew(key, max(end, start), log_start=start)
         except errors.PkError as error:
             if not partition.log.torn:
-                raise
+                return error
             if self._partitions.get(key) is partition:  # K5
                 partition.storage_failed(error)
-            return
+            return None
         _note_covered(partition, end)
+        return None
 
     async def _report_recovered(self, partition: Partition, leader_epoch: Epoch) -> None:
         """Report `recovered` to the controller until the metadata log has it, or another epoch

@@ -101,6 +101,30 @@ def test_a_claim_ends_with_a_log_that_a_full_disk_left_half_way(
     assert not core.report.offline_replicas()
 
 
+def test_a_claim_tries_again_while_the_disk_is_full(
+    make_cluster: Callable[..., Cluster], kit: Any
+) -> None:
+    """The checkpoint before the log begins at the table's end finds no space: this is no bug."""
+    cluster = make_cluster(0, tier_url="memory://tier")
+    topic_id = back_without_a_tier(cluster, kit)
+    again = partition_of(cluster, topic_id)
+    refused: list[str] = []
+
+    def no_room(operation: str, path: str) -> Exception | None:
+        if not path.endswith("-checkpoint.tmp"):
+            return None
+        refused.append(path)
+        return errors.StorageFull("full")
+
+    again.writer.disk.storage.fault = no_room
+    cluster.start_tier()
+    cluster.world.run_until(lambda: len(refused) > 5)
+    assert again.leader is None
+    again.writer.disk.storage.fault = None
+    cluster.world.run_until(lambda: again.leader is not None)
+    assert (again.log.log_start, again.log.log_end, again.tiered_end) == (0, 12, 12)
+
+
 def _no_room_half_way(operation: str, path: str) -> Exception | None:
     """Fail the write of the epochs of a log that starts again: its segments are deleted by then."""
     written = "topics/" in path and path.endswith("leader-epoch-checkpoint.tmp")
