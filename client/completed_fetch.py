@@ -6,25 +6,16 @@ Control batches are always dropped.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import pyarrow as pa
 
 from pk import errors
 from pk.client.fetcher_events import CompletedFetch
 from pk.log import batch as batches
+from pk.log.aborted import AbortedRanges
 from pk.log.columns import decode
 from pk.log.encoding import numbers
-from pk.types import AbortedTransaction
-
-
-def is_aborted(header: batches.Header, aborted: Iterable[AbortedTransaction]) -> bool:
-    """Return whether a transactional batch lies in an aborted range of its producer (KIP-98)."""
-    return any(
-        each.producer_id == header.producer_id
-        and each.first_offset <= header.base_offset <= each.last_offset
-        for each in aborted
-    )
 
 
 def rows_of(
@@ -42,6 +33,7 @@ def rows_of(
         raise fetched.loss
     view = fetched.payload
     headers, damage = headers_of(view)
+    aborted = AbortedRanges(fetched.aborted)
     before = fetched.position
     for index, (at, header) in enumerate(headers):
         last = index + 1 == len(headers)
@@ -55,8 +47,8 @@ def rows_of(
         if check_crcs:
             batches.check(raw)
         hidden = header.control or not header.record_count or header.next_offset <= fetched.position
-        if not hidden and committed and header.transactional:
-            hidden = is_aborted(header, fetched.aborted)
+        if not hidden and committed:
+            hidden = aborted.contains(header)
         if hidden:
             yield following, None
             continue

@@ -38,6 +38,7 @@ from collections.abc import Sequence
 
 from pk import errors
 from pk.log import loading, retention, validate
+from pk.log.aborted import AbortedPage
 from pk.log.appending import LogAppender
 from pk.log.batch import Header
 from pk.log.batch_cache import BatchCache
@@ -62,7 +63,7 @@ from pk.log.segment import IndexCache
 from pk.log.storage import Buffer, Storage
 from pk.log.validate import MarkerResult
 from pk.log.writing import LaneJob, LocalLogWriter
-from pk.types import NONE, AbortedTransaction, Offset, TopicPartition
+from pk.types import NONE, Offset, TopicPartition
 
 
 class PartitionLog:
@@ -470,9 +471,9 @@ class PartitionLog:
         """At most `samples_max` pairs (offset, bytes of [start, offset))."""
         return self._reader.sample_offsets(start, end, samples_max)
 
-    def aborted_in(self, start: Offset, end: Offset) -> list[AbortedTransaction]:
-        """Aborted transactions with records in `[start, end)`, by marker offset."""
-        return self._reader.aborted_in(start, end)
+    def aborted_in(self, start: Offset, end: Offset, limit: int | None = None) -> AbortedPage:
+        """Aborted transactions with records in `[start, end)`; see `log.aborted.find`."""
+        return self._reader.aborted_in(start, end, limit)
 
     def last_stable_offset(self, high_watermark: Offset) -> Offset:
         """The first offset of the oldest open transaction, or the high watermark (rule L11)."""

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from pk import errors
 from pk.log import aborted, columns, damage
 from pk.log import batch as batches
+from pk.log.aborted import AbortedPage
 from pk.log.batch import Header
 from pk.log.damage import Damage
 from pk.log.encoding import numbers
@@ -29,7 +30,7 @@ from pk.log.local_log import LocalLog, segment_at
 from pk.log.plan import Read, TimeOffset
 from pk.log.recovery import Stop
 from pk.log.segment import SNAPSHOT, BatchWalk, NoBatch, Segment, file_name
-from pk.types import NONE, AbortedTransaction
+from pk.types import NONE
 
 Numbers = npt.NDArray[Any]
 
@@ -158,15 +159,12 @@ class LocalLogReader:
                 return last.max_timestamp if last.log_append_time and not last.control else None
         return None
 
-    def aborted_in(self, start: int, end: int) -> list[AbortedTransaction]:
-        """Return the aborted transactions with records in `[start, end)`, by marker offset."""
-        found: list[AbortedTransaction] = []
+    def aborted_in(self, start: int, end: int, limit: int | None = None) -> AbortedPage:
+        """Return the aborted transactions with records in `[start, end)`; see `aborted.find`."""
         segments = self._local.segments
         at = max(0, segment_at(segments, start))
-        for segment in segments[at:]:  # a marker may lie arbitrarily far behind its records
-            if segment.aborted:
-                found += aborted.overlapping(segment.aborted, start, end)
-        return found
+        # a marker may lie arbitrarily far behind the records of its transaction
+        return aborted.find((segment.aborted for segment in segments[at:]), start, end, limit)
 
     def snapshot_at(self, offset: int) -> bytes:
         """Return the producer state at the base offset of a segment; empty if the segment has no

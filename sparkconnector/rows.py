@@ -29,6 +29,7 @@ from pk import errors
 from pk.client.completed_fetch import headers_of
 from pk.log import batch as batches
 from pk.log import columns
+from pk.log.aborted import AbortedRanges
 from pk.sparkconnector.offsets import Range
 from pk.sparkconnector.options import MAY_BE_NULL, Column
 
@@ -131,6 +132,7 @@ def from_log(
     expected; all rows below it have been yielded.
     """
     found, damage = headers_of(payload)
+    ranges = AbortedRanges(aborted)
     before = one.start
     for index, (at, header) in enumerate(found):
         last = index + 1 == len(found)
@@ -145,7 +147,7 @@ def from_log(
         position, before = before, header.next_offset
         if header.next_offset <= one.start or header.base_offset >= one.end:
             continue
-        if header.control or not header.record_count or is_aborted(header, aborted):
+        if header.control or not header.record_count or ranges.contains(header):
             continue
         with _placed(position):
             decoded = columns.decode(
@@ -168,14 +170,6 @@ def _placed(position: int) -> Iterator[None]:
     except (errors.CorruptBatch, errors.InvalidRecord) as cause:
         cause.details["position"] = str(position)
         raise
-
-
-def is_aborted(header: batches.Header, aborted: Sequence[tuple[int, int, int]]) -> bool:
-    """Return whether the batch belongs to one of the aborted transactions."""
-    return header.transactional and any(
-        producer == header.producer_id and first <= header.base_offset <= last
-        for producer, first, last in aborted
-    )
 
 
 def clip(decoded: pa.RecordBatch, one: Range, dense_from: int | None) -> pa.RecordBatch:

@@ -32,6 +32,7 @@ import pyarrow.parquet as pq
 
 from pk.log import batch as log_batch
 from pk.log import batch_decoder, columns
+from pk.log.aborted import AbortedRanges
 from pk.log.batch import Header
 from pk.log.batch_decoder import PlainBatch
 from pk.tiering import rowhash
@@ -83,15 +84,6 @@ class BuiltFile:
     null_keys: int
     null_values: int
     footer_crc: int  #: part of the file's name (rule T10)
-
-
-def is_aborted(header: Header, aborted: Sequence[AbortedTransaction]) -> bool:
-    """Returns whether the batch belongs to an aborted transaction (KIP-98)."""
-    return header.transactional and any(
-        entry.producer_id == header.producer_id
-        and entry.first_offset <= header.base_offset <= entry.last_offset
-        for entry in aborted
-    )
 
 
 def rows_of(
@@ -240,7 +232,7 @@ class FileBuilder:
         batch: memoryview,
         start: Offset,
         limit: Offset,
-        aborted: Sequence[AbortedTransaction],
+        aborted: AbortedRanges,
         decoded_bytes_max: int,
     ) -> None:
         """Adds the rows of one log batch with offsets in `[start, limit)`, unless it is a marker or
@@ -252,7 +244,7 @@ class FileBuilder:
         log_batch.check(batch)
         if header.base_offset >= limit or header.next_offset <= start:
             return
-        if header.control or not header.record_count or is_aborted(header, aborted):
+        if header.control or not header.record_count or aborted.contains(header):
             return
         shape = batch_decoder.shape_of(header)
         if self._run and (shape != self._shape or self._bounds != (start, limit)):
@@ -416,10 +408,10 @@ def build_file(
 ) -> BuiltFile | None:
     """Builds one file of the rows of `buffers` (whole log batches, in order) with offsets in
     `[start, limit)`."""
-    builder = FileBuilder(level)
+    builder, ranges = FileBuilder(level), AbortedRanges(aborted)
     for buffer in buffers:
         for header, batch in log_batch.iter_batches(buffer):
-            builder.add_batch(header, batch, start, limit, aborted, decoded_bytes_max)
+            builder.add_batch(header, batch, start, limit, ranges, decoded_bytes_max)
     return builder.finish()
 
 

@@ -73,7 +73,7 @@ class View:
     ready: bool  #: whether the high watermark has caught up (T1)
     log_start: Offset
     local_log_start: Offset
-    last_stable_offset: Offset
+    last_stable_offset: Offset  #: or the end of what the leader's list of aborted ones covers
     settings: CopySettings
     log_end: Offset = OFFSET_MAX
     epochs: tuple[tuple[Epoch, Offset], ...] = ()  #: of the leader's log: (epoch, its first offset)

@@ -2,18 +2,52 @@
 
 from __future__ import annotations
 
+from pk import errors
 from pk.log.encoding import DECODED_BYTES_MAX
 from pk.log.storage import Storage
 from pk.tiering.copier import CopySettings, View
 from pk.tiering.plan import LogStart
 from pk.tiering.uploads import PartitionDirectory
-from pk.types import NONE, Epoch, Offset
+from pk.types import NONE, AbortedTransaction, Epoch, Offset
 from pk.wire import pk_pb2 as wire
 
 
 def _epochs(description: wire.TierPartition) -> tuple[tuple[Epoch, Offset], ...]:
     """Returns the epochs of the leader's log, each with its first offset."""
     return tuple((each.epoch, each.start_offset) for each in description.epochs)
+
+
+def aborted_end(description: wire.TierPartition) -> Offset:
+    """Returns the offset below which the description names every aborted transaction; the copier
+    takes no record from there on (server/handlers/tier Y3)."""
+    if description.HasField("aborted_end"):
+        return min(description.aborted_end, description.last_stable_offset)
+    return description.last_stable_offset
+
+
+def aborted_of(description: wire.TierPartition) -> list[AbortedTransaction]:
+    """Returns the aborted transactions that the description names."""
+    return [
+        AbortedTransaction(each.producer_id, each.first_offset, each.last_offset)
+        for each in description.aborted
+    ]
+
+
+def stable_limit(
+    description: wire.TierPartition, start: Offset, limit: Offset, *, whole: bool
+) -> Offset:
+    """Returns how far `[start, limit)` can be copied with the aborted transactions that the
+    description names.  It may be newer than the request, and name fewer of them.
+
+    Raises `TierUnavailable` if nothing can be copied, or with `whole` if a part cannot.
+    """
+    end = min(limit, aborted_end(description))
+    if end <= start or (whole and end < limit):
+        raise errors.TierUnavailable(
+            f"the broker names the aborted transactions below {end}; [{start}, {limit}) waits for "
+            "its next description"
+        )
+    return end
 
 
 def view_of(description: wire.TierPartition, retry_backoff_ms: int) -> View:
@@ -24,7 +58,7 @@ def view_of(description: wire.TierPartition, retry_backoff_ms: int) -> View:
         ready=description.ready,
         log_start=description.log_start,
         local_log_start=description.local_log_start,
-        last_stable_offset=description.last_stable_offset,
+        last_stable_offset=aborted_end(description),
         log_end=description.log_end,
         epochs=_epochs(description),
         settings=CopySettings(

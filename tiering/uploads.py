@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pk import errors
 from pk.log import aborted as aborted_log
 from pk.log import batch as log_batch
+from pk.log.aborted import AbortedRanges
 from pk.log.batch import Header
 from pk.log.readonly import open_readonly
 from pk.log.segment import LOG, TXNINDEX, base_offset_of, file_name
@@ -85,10 +86,11 @@ def copy(
     log, `CorruptLog` or `InvalidRecord` for damaged records (rule L9).
     """
     buffer = buffer or OutputBuffer()
+    ranges = AbortedRanges(aborted)
     while True:
         builder = convert.FileBuilder(buffer=buffer)
         try:
-            return _copy(source, start, limit, max_bytes, aborted, builder)
+            return _copy(source, start, limit, max_bytes, ranges, builder)
         except OutputBufferFull:
             buffer.grow()
 
@@ -98,7 +100,7 @@ def _copy(
     start: Offset,
     limit: Offset,
     max_bytes: int,
-    aborted: Sequence[AbortedTransaction],
+    aborted: AbortedRanges,
     builder: convert.FileBuilder,
 ) -> Copied:
     reader = open_readonly(source.storage, source.path)
@@ -206,7 +208,7 @@ def aborted_from(source: PartitionDirectory, start: Offset) -> list[AbortedTrans
     for base in _bases(source):
         try:
             raw = source.storage.read_file(f"{source.path}/{file_name(base, TXNINDEX)}")
-            found += aborted_log.overlapping(aborted_log.decode(raw), start, 2**63 - 1)
+            found += aborted_log.find([aborted_log.decode(raw)], start, 2**63 - 1).transactions
         except (FileNotFoundError, aborted_log.CorruptTransactionIndex):
             continue  # the active segment: the leader reports its aborted transactions
     return found

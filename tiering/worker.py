@@ -35,12 +35,18 @@ from pk.tiering.file_checker import FileChecker
 from pk.tiering.objects import Executor, ObjectStore
 from pk.tiering.output_buffer import OutputBuffer
 from pk.tiering.owner import Owner, OwnerSettings
-from pk.tiering.partition_views import log_start_of, partition_directory_of, view_of
+from pk.tiering.partition_views import (
+    aborted_of,
+    log_start_of,
+    partition_directory_of,
+    stable_limit,
+    view_of,
+)
 from pk.tiering.plan import LogStart
 from pk.tiering.reader import FetchedBatches, TablePartition, TierReader, TimeFound, never
 from pk.tiering.table import Commit, MayDelete, Snapshot, TableFactory, always
 from pk.tiering.topic_tier import Counts, LedPartition, TopicTier
-from pk.types import NONE, AbortedTransaction, Epoch, Offset, PartitionKey
+from pk.types import NONE, Epoch, Offset, PartitionKey
 from pk.wire import pk_pb2 as wire
 from pk.world import World
 
@@ -511,16 +517,14 @@ class TierWorker:
     ) -> copying.Uploaded:
         again = again or asked.replaces is not None
         source = self._partition_directory(told)
-        aborted = [
-            AbortedTransaction(each.producer_id, each.first_offset, each.last_offset)
-            for each in told.aborted
-        ]
+        aborted = aborted_of(told)
+        limit = stable_limit(told, asked.start, asked.limit, whole=again)
         buffer = self._buffers.pop() if self._buffers else OutputBuffer()
 
         def make() -> uploads.Copied:
             if again:
                 aborted.extend(uploads.aborted_from(source, asked.start))
-            return uploads.copy(source, asked.start, asked.limit, asked.max_bytes, aborted, buffer)
+            return uploads.copy(source, asked.start, limit, asked.max_bytes, aborted, buffer)
 
         try:
             copied = await self._executors.upload(make)

@@ -35,19 +35,22 @@ Invariants
       since the position was set.
   E6  Bytes that were read are sent only if this broker still leads in the same epoch.  Otherwise
       the log may have been truncated, and filled by the next leader, before the disk was read.
+  E7  A frame names a bounded number of aborted transactions.  An entry that would need more covers
+      fewer batches, and one for which no room is left waits for the next frame.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from pk import errors
 from pk.log.plan import Read
 from pk.server.broker.hosted_partitions import HostedPartitions
+from pk.server.handlers import aborted_lists
 from pk.server.handlers.fetch_session import FetchSession, Position
 from pk.server.handlers.replica_fetch import ReplicaEnd
 from pk.server.replica.alter_partition import AlterPartitionManager
@@ -57,7 +60,7 @@ from pk.server.replica.leader import Leader
 from pk.server.replica.partition import Partition
 from pk.server.tier.client import TierClient
 from pk.tasks import TaskRegistry
-from pk.types import NONE, READ_COMMITTED, Offset, PartitionKey
+from pk.types import NONE, READ_COMMITTED, AbortedTransaction, Offset, PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import error_head, head_of
@@ -359,6 +362,13 @@ class FetchStream:
                 self._fail(reply, position, self._corruption.client_error(partition, error))
             return 0
         assert read is not None
+        told: Sequence[AbortedTransaction] = ()
+        if session.isolation == READ_COMMITTED:
+            room = aborted_lists.REPLY_MAX - sum(len(each.aborted) for each in reply.partitions)
+            if room <= 0:
+                session.again(position)  # E7
+                return 0
+            read, told = aborted_lists.with_aborted(partition.log, position.next_offset, read, room)
         if read.next_offset <= position.next_offset:
             session.again(position)
             return 0
@@ -366,13 +376,7 @@ class FetchStream:
         entry = self.entry(reply, position, partition)
         entry.next_offset = read.next_offset
         entry.payload_bytes = len(read.data)
-        if session.isolation == READ_COMMITTED:
-            for aborted in partition.log.aborted_in(position.next_offset, read.next_offset):
-                entry.aborted.add(
-                    producer_id=aborted.producer_id,
-                    first_offset=aborted.first_offset,
-                    last_offset=aborted.last_offset,
-                )
+        aborted_lists.add_all(entry, told)
         if read.data:
             pieces.append(read.data)
         session.served(position, read.next_offset)

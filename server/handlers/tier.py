@@ -7,6 +7,9 @@ Invariants
   Y1  Only the leader describes a partition.  `ready` means that its watermark has caught up (T1).
   Y2  A report moves `tiered_end` and `droppable_end` only forward, and never past the last stable
       offset.
+  Y3  `aborted` names every aborted transaction with records between the end of the table and
+      `aborted_end`, and the copier goes no further.  A reply names a bounded number; the next
+      part follows once the table has grown.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from pk.server.broker.clock_watch import ClockWatch
 from pk.server.broker.due_work import DueWork
 from pk.server.broker.failures import FailureHandler
 from pk.server.broker.hosted_partitions import HostedPartitions
+from pk.server.handlers import aborted_lists
 from pk.server.metadata.cache import MetadataCache
 from pk.server.replica.context import Environment
 from pk.server.replica.corruption import CorruptionManager, unreadable
@@ -45,6 +49,14 @@ _FOR_TIER = (
 )
 
 
+class _Page:
+    """The room of one reply for aborted transactions."""
+
+    def __init__(self) -> None:
+        self.room = aborted_lists.REPLY_MAX
+        self.without: list[PartitionKey] = []  #: partitions that found no room
+
+
 class TierRequests:
     """What the tier process asks of its broker, and what clients ask of the tier."""
 
@@ -69,6 +81,7 @@ class TierRequests:
         self._feed = feed
         self._tier = tier
         self._due = due
+        self._cut: set[PartitionKey] = set()  #: described with a part of their aborted transactions
 
     async def tier_partitions(
         self, request: wire.TierPartitionsRequest
@@ -90,11 +103,15 @@ class TierRequests:
                 break
         if waited or request.session_id == feed.session_id:
             await self._clock.sleep_ms(REPORT_INTERVAL_MS)  # gather the changes of the next moments
-        reply = feed.reply(request, lambda key: self._describe(key))
+        page = _Page()
+        reply = feed.reply(request, lambda key: self._describe(key, page))
+        for key in page.without:
+            feed.touch(key)  # Y3: the next reply has room for it
         reply.clock_doubted = self._clocks.trusted_ms() is None
         return reply
 
-    def _describe(self, key: PartitionKey) -> wire.TierPartition | None:
+    def _describe(self, key: PartitionKey, page: _Page) -> wire.TierPartition | None:
+        self._cut.discard(key)
         partition = self._partitions.get(key)
         if partition is None or partition.leader is None or not partition.tiered:
             return None
@@ -120,17 +137,32 @@ class TierRequests:
                 for each in log.epochs.entries
             ],
         )
-        start = max(log.local_log_start, log.tiered_end)
-        if start < stable:
-            for each in log.aborted_in(start, stable):
-                described.aborted.add(
-                    producer_id=each.producer_id,
-                    first_offset=each.first_offset,
-                    last_offset=each.last_offset,
-                )
+        self._name_aborted(partition, described, page)
         for name in _FOR_TIER:
             described.configs[name] = str(partition.settings[name])
         return described
+
+    def _name_aborted(
+        self, partition: Partition, described: wire.TierPartition, page: _Page
+    ) -> None:
+        """Name the aborted transactions from the end of the table on, as far as there is room
+        (Y3).
+        """
+        stable = described.last_stable_offset
+        start = max(described.local_log_start, described.tiered_end)
+        described.aborted_end = stable
+        if start >= stable:
+            return
+        if page.room <= 0:
+            described.aborted_end = start
+            page.without.append(partition.key)
+            return
+        limit = min(page.room, aborted_lists.PARTITION_MAX)
+        told, described.aborted_end = partition.log.aborted_in(start, stable, limit)
+        aborted_lists.add_all(described, told)
+        page.room -= len(told)
+        if described.aborted_end < stable:
+            self._cut.add(partition.key)
 
     def tier_progress(self, request: wire.TierProgressRequest) -> wire.TierProgressReply:
         """Apply the reports of the tier; the local log may then drop covered segments (rule T6)."""
@@ -158,6 +190,9 @@ class TierRequests:
                 )  # L9: the copier did not find records that the broker listed
             if not moved:
                 continue
+            if partition.key in self._cut:
+                self._feed.touch(partition.key)  # Y3
+                self._feed.moved.set()
             log = partition.log
             before = log.droppable_end
             log.tiered_end = max(log.tiered_end, partition.tier.tiered_end)

@@ -458,9 +458,15 @@ class Life:
         assert found == known.writers
         assert self.log.producers.open_transactions == known.open
         first = self.log.segments[0].base_offset
-        assert [(w, max(a, first), b) for w, a, b in self.log.aborted_in(0, self.end)] == [
+        told, end = self.log.aborted_in(0, self.end)
+        assert [(w, max(a, first), b) for w, a, b in told] == [
             (w, max(a, first), b) for w, a, b in known.aborted if b >= first
         ]
+        assert end == self.end
+        start, limit = self.rng.randint(first, self.end), self.rng.randint(1, 3)
+        told, end = self.log.aborted_in(start, self.end, limit)
+        assert told == [each for each in known.aborted if each[2] >= start and each[1] < end]
+        assert end == self.end or (len(told) <= limit and end > start)
 
     def step(self) -> None:
         acts = [

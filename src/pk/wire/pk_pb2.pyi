@@ -1679,6 +1679,7 @@ class PartitionState(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     ISR_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
+    OLDEST_TRANSACTION_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     topic_id: _builtins.str
     partition: _builtins.int
@@ -1700,6 +1701,10 @@ class PartitionState(_message.Message):
     def isr(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def oldest_transaction(self) -> Global___ProducerState:
+        """of the leader: the open transaction that begins first; absent = none is open"""
+
     def __init__(
         self,
         *,
@@ -1721,10 +1726,11 @@ class PartitionState(_message.Message):
         error: Global___Error | None = ...,
         isr: _abc.Iterable[_builtins.int] | None = ...,
         replicas: _abc.Iterable[_builtins.int] | None = ...,
+        oldest_transaction: Global___ProducerState | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "oldest_transaction", b"oldest_transaction"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "error", b"error", "high_watermark", b"high_watermark", "isr", b"isr", "last_stable_offset", b"last_stable_offset", "leader", b"leader", "leader_epoch", b"leader_epoch", "local_bytes", b"local_bytes", "local_log_start", b"local_log_start", "log_end", b"log_end", "log_start", b"log_start", "partition", b"partition", "replicas", b"replicas", "segments", b"segments", "tier_bytes", b"tier_bytes", "tiered_end", b"tiered_end", "topic", b"topic", "topic_id", b"topic_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "error", b"error", "high_watermark", b"high_watermark", "isr", b"isr", "last_stable_offset", b"last_stable_offset", "leader", b"leader", "leader_epoch", b"leader_epoch", "local_bytes", b"local_bytes", "local_log_start", b"local_log_start", "log_end", b"log_end", "log_start", b"log_start", "oldest_transaction", b"oldest_transaction", "partition", b"partition", "replicas", b"replicas", "segments", b"segments", "tier_bytes", b"tier_bytes", "tiered_end", b"tiered_end", "topic", b"topic", "topic_id", b"topic_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -4242,6 +4248,7 @@ class TierPartition(_message.Message):
     GONE_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
     TIERED_END_FIELD_NUMBER: _builtins.int
+    ABORTED_END_FIELD_NUMBER: _builtins.int
     KNOWN_LOG_START_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     topic_id: _builtins.str
@@ -4260,6 +4267,8 @@ class TierPartition(_message.Message):
     """ready: HW has caught up (T1)"""
     tiered_end: _builtins.int
     """the broker's view"""
+    aborted_end: _builtins.int
+    """absent = last_stable_offset.  `aborted` names every aborted transaction with records in [max(local_log_start, tiered_end), aborted_end)"""
     known_log_start: _builtins.int
     """below it every replica that may lead next has deleted its records (T9); -1 = not known"""
     @_builtins.property
@@ -4288,13 +4297,16 @@ class TierPartition(_message.Message):
         gone: _builtins.bool = ...,
         ready: _builtins.bool = ...,
         tiered_end: _builtins.int = ...,
+        aborted_end: _builtins.int | None = ...,
         known_log_start: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_aborted_end", b"_aborted_end", "aborted_end", b"aborted_end"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "configs", b"configs", "epochs", b"epochs", "gone", b"gone", "high_watermark", b"high_watermark", "known_log_start", b"known_log_start", "last_stable_offset", b"last_stable_offset", "leader_epoch", b"leader_epoch", "local_log_start", b"local_log_start", "log_end", b"log_end", "log_start", b"log_start", "partition", b"partition", "path", b"path", "ready", b"ready", "tiered_end", b"tiered_end", "topic", b"topic", "topic_id", b"topic_id", "unclean", b"unclean"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_aborted_end", b"_aborted_end", "aborted", b"aborted", "aborted_end", b"aborted_end", "configs", b"configs", "epochs", b"epochs", "gone", b"gone", "high_watermark", b"high_watermark", "known_log_start", b"known_log_start", "last_stable_offset", b"last_stable_offset", "leader_epoch", b"leader_epoch", "local_log_start", b"local_log_start", "log_end", b"log_end", "log_start", b"log_start", "partition", b"partition", "path", b"path", "ready", b"ready", "tiered_end", b"tiered_end", "topic", b"topic", "topic_id", b"topic_id", "unclean", b"unclean"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__aborted_end: _TypeAlias = _typing.Literal["aborted_end"]  # noqa: Y015
+    _WhichOneofArgType__aborted_end: _TypeAlias = _typing.Literal["_aborted_end", b"_aborted_end"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__aborted_end) -> _WhichOneofReturnType__aborted_end | None: ...
 
 Global___TierPartition: _TypeAlias = TierPartition  # noqa: Y015
 
@@ -5782,7 +5794,7 @@ class TransactionStateRecord(_message.Message):
     """reason: why the coordinator aborted it; "" = the producer asked"""
     previous_producer_id: _builtins.int
     previous_producer_epoch: _builtins.int
-    """the pair that the last EndTxn named (X1); -1 = none"""
+    """idle: the pair that the last EndTxn or init named (X1); -1 = none"""
     next_producer_id: _builtins.int
     next_producer_epoch: _builtins.int
     """prepared: the pair after the end"""

@@ -172,6 +172,7 @@ def test_aborted_index() -> None:
 )
 def test_overlap(start: int, end: int, ids: list[int]) -> None:
     entries = [AbortedEntry(7, 10, 20, 5), AbortedEntry(8, 15, 30, 15)]
-    found = aborted.overlapping(entries, start, end)
-    assert [one.producer_id for one in found] == ids
-    assert all(isinstance(one, AbortedTransaction) for one in found)
+    found = aborted.find([entries], start, end)
+    assert [one.producer_id for one in found.transactions] == ids
+    assert all(isinstance(one, AbortedTransaction) for one in found.transactions)
+    assert found.end == end

@@ -150,9 +150,9 @@ def test_aborted_transactions_that_a_power_loss_took_leave_their_index() -> None
     bench.storage.crash()
     bench.open(same_boot=False)
     assert bench.log.written_end == 1
-    assert bench.log.aborted_in(0, 99) == []
+    assert bench.log.aborted_in(0, 99).transactions == []
     bench.storage.crash()
-    assert bench.open().aborted_in(0, 99) == []
+    assert bench.open().aborted_in(0, 99).transactions == []
 
 
 def test_a_snapshot_from_below_the_first_segment_is_not_gone_by() -> None:

@@ -542,9 +542,9 @@ def test_open_transactions_hold_the_lso_and_aborts_are_indexed(bench: Make) -> N
     assert b.log.last_stable_offset(5) == 5
     expected = [AbortedTransaction(one, 0, 4)]
     for life in range(3):
-        assert b.log.aborted_in(0, 4) == expected
-        assert b.log.aborted_in(2, 3) == expected
-        assert b.log.aborted_in(5, 9) == []
+        assert b.log.aborted_in(0, 4).transactions == expected
+        assert b.log.aborted_in(2, 3).transactions == expected
+        assert b.log.aborted_in(5, 9).transactions == []
         assert [p.epoch for _, p in b.log.producers.items()] == [1, 1]
         b.log.close(clean=life == 0)
         b.open(clean=life == 0, recovery_point=b.log.synced_end)

@@ -16,6 +16,7 @@ from hypothesis import given
 from pk import errors
 from pk.log import batch as log_batch
 from pk.log import columns, control_rows
+from pk.log.aborted import AbortedRanges
 from pk.tiering import convert, row_groups, rowhash
 from pk.tiering.footers import UnreadableFile
 from pk.tiering.layout import FILE_SCHEMA
@@ -23,6 +24,7 @@ from pk.tiering.output_buffer import OutputBuffer, OutputBufferFull
 from pk.types import AbortedTransaction
 
 MAX = 1 << 26
+NOTHING = AbortedRanges(())
 HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 
 
@@ -204,7 +206,7 @@ def test_a_sink_takes_one_file_after_another() -> None:
             builder = convert.FileBuilder(buffer=buffer)
             for batch in map(memoryview, each):
                 header = log_batch.read_header(batch)
-                builder.add_batch(header, batch, 0, 2**62, (), MAX)
+                builder.add_batch(header, batch, 0, 2**62, NOTHING, MAX)
             built = builder.finish()
             assert built is not None
             files.append(bytes(built.data))
@@ -218,7 +220,7 @@ def test_a_sink_that_is_too_small_says_so_and_grows() -> None:
 
     def built() -> convert.BuiltFile | None:
         builder = convert.FileBuilder(buffer=buffer)
-        builder.add_batch(log_batch.read_header(batch), batch, 0, 2**62, (), MAX)
+        builder.add_batch(log_batch.read_header(batch), batch, 0, 2**62, NOTHING, MAX)
         return builder.finish()
 
     with pytest.raises(OutputBufferFull):

@@ -9,6 +9,7 @@ import pytest
 
 from pk import errors
 from pk.log import batch as batches
+from pk.log.aborted import AbortedPage
 from pk.log.plan import RetentionPlan
 from pk.server.handlers.offsets import DELETE_WAIT_MS
 from pk.types import NONE, AbortedTransaction
@@ -419,7 +420,7 @@ def test_the_epoch_ends_under_a_reader(rig: Any, kit: Any) -> None:
 def test_aborted_transactions_are_told_to_read_committed(rig: Any, kit: Any) -> None:
     partition = rig.partition()
     log: Any = partition.log
-    log.aborted_in = lambda start, end: [AbortedTransaction(9, 0, 5)]
+    log.aborted_in = lambda start, end, limit: AbortedPage([AbortedTransaction(9, 0, 5)], end)
 
     async def story() -> None:
         await fill(rig, kit, 0, 1)

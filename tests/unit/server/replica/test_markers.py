@@ -64,7 +64,7 @@ def test_markers_of_one_call_are_one_batch_and_end_their_transactions(rig: Any, 
         assert await write(rig, partition, *markers) == [None, None]
         assert control_rows_of(partition) == [markers]
         assert partition.last_stable_offset == partition.high_watermark == 8
-        aborted = partition.log.aborted_in(0, 8)
+        aborted = partition.log.aborted_in(0, 8).transactions
         assert [(each.producer_id, each.first_offset) for each in aborted] == [(ONE, 0)]
 
     rig.run(story)
