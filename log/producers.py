@@ -14,6 +14,8 @@ Invariants
   I4  A marker ends a transaction and sets the epoch of its producer only if its epoch is above the
       known one.  Otherwise it changes nothing: a marker that was written twice must not end the
       producer's next transaction (KIP-1228, rule X1).
+  I5  Open transactions are kept in the order of their first offsets, so that the last stable offset
+      does not cost a walk over them.
 
 Snapshot file, little endian, written whole:
 
@@ -31,6 +33,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from crc32c import crc32c
@@ -110,7 +113,7 @@ class Producers:
 
     def __init__(self) -> None:
         self._by_id: dict[int, ProducerStateEntry] = {}
-        self._open: dict[int, int] = {}  # producer id → first offset
+        self._open: dict[int, int] = {}  # producer id → first offset, ascending (I5)
         self._ended: list[Ended] = []
 
     def __len__(self) -> int:
@@ -124,7 +127,20 @@ class Producers:
 
     @property
     def open_transactions(self) -> dict[int, int]:
+        """The first offset of each open transaction, by producer id."""
         return dict(self._open)
+
+    @property
+    def open_count(self) -> int:
+        """How many transactions are open."""
+        return len(self._open)
+
+    def oldest_transaction(self) -> tuple[int, ProducerStateEntry] | None:
+        """Return the producer whose open transaction begins first, and its state; None = none is
+        open.  Such a transaction holds back the last stable offset (rule L11).
+        """
+        producer_id = next(iter(self._open), None)
+        return None if producer_id is None else (producer_id, self._by_id[producer_id])
 
     def apply(
         self,
@@ -177,7 +193,7 @@ class Producers:
                 del self._open[marker.producer_id]
                 self._ended.append(Ended(old.transaction_start, offset))
                 if not marker.commit:
-                    stable = min([*self._open.values(), offset])
+                    stable = next(iter(self._open.values()), offset)
                     aborted.append(
                         AbortedEntry(marker.producer_id, old.transaction_start, offset, stable)
                     )
@@ -198,8 +214,13 @@ class Producers:
                 self._open.pop(producer_id, None)
             else:
                 self._open[producer_id] = before.transaction_start
-        if undo.ended is not None:
+        if undo.ended is not None:  # markers are taken back
             self._ended = list(undo.ended)
+            self._sort_open()
+
+    def _sort_open(self) -> None:
+        """Put the open transactions in the order of their first offsets again (I5)."""
+        self._open = dict(sorted(self._open.items(), key=itemgetter(1)))
 
     def last_stable_offset(self, high_watermark: int) -> int:
         """Return the first offset of the oldest open transaction, or the high watermark
@@ -208,7 +229,8 @@ class Producers:
         if not self._open and not self._ended:
             return high_watermark
         self._ended = [e for e in self._ended if e.marker_offset >= high_watermark]
-        return min([high_watermark, *self._open.values(), *(e.first_offset for e in self._ended)])
+        oldest = next(iter(self._open.values()), high_watermark)
+        return min([high_watermark, oldest, *(e.first_offset for e in self._ended)])
 
     @property
     def newest_ms(self) -> int:
@@ -284,4 +306,5 @@ class Producers:
             ]
         except struct.error as cause:
             raise CorruptSnapshot(str(cause)) from cause
+        found._sort_open()
         return next_offset, found

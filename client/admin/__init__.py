@@ -22,7 +22,7 @@ from pk.client.admin.brokers import BrokerCalls, BrokerDescription
 from pk.client.admin.cluster import ClusterCalls, ClusterDescription, NodeLevel
 from pk.client.admin.configs import ConfigCalls, ConfigEntry
 from pk.client.admin.connection import AdminConnection
-from pk.client.admin.described import PartitionDescription, TierDescription
+from pk.client.admin.described import OpenTransaction, PartitionDescription, TierDescription
 from pk.client.admin.offsets import SPECIAL_OFFSETS, OffsetCalls
 from pk.client.admin.quorum import QuorumCalls, QuorumDescription, QuorumReplica
 from pk.client.admin.reassignments import PartitionReassignment, ReassignmentCalls
@@ -44,6 +44,7 @@ __all__ = [
     "NewTopic",
     "TopicResult",
     "TopicListing",
+    "OpenTransaction",
     "PartitionDescription",
     "ConfigEntry",
     "SPECIAL_OFFSETS",

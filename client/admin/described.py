@@ -37,6 +37,16 @@ Views = dict[int, Any]  #: broker → its reply
 
 
 @dataclass(slots=True, frozen=True)
+class OpenTransaction:
+    """A transaction that has no marker yet.  It holds back the last stable offset."""
+
+    producer_id: int
+    producer_epoch: int
+    first_offset: int
+    began_ms: int  #: when the leader appended its first batch, by that broker's clock
+
+
+@dataclass(slots=True, frozen=True)
 class PartitionDescription:
     """The state of a partition's log: log_start <= local_log_start, LSO <= HW <= log_end."""
 
@@ -60,6 +70,8 @@ class PartitionDescription:
     error: errors.PkError | None = None
     elr: tuple[int, ...] = ()  #: replicas that may lead without being in sync (KIP-966)
     offline_replicas: tuple[int, ...] = ()
+    #: the open transaction that begins first; None = no transaction is open, or no leader answered
+    oldest_transaction: OpenTransaction | None = None
 
     @property
     def bytes(self) -> int:
@@ -208,8 +220,17 @@ def _described(topic: Any, info: Any, views: Mapping[int, Any]) -> PartitionDesc
         tuple(info.replicas), tuple(info.isr), view.log_start, view.local_log_start,
         view.tiered_end, view.last_stable_offset, view.high_watermark, view.log_end,
         view.local_bytes, view.tier_bytes, view.segments, view.directory, error,
-        tuple(info.elr), tuple(info.offline_replicas),
+        tuple(info.elr), tuple(info.offline_replicas), _oldest(view),
     )  # fmt: skip
+
+
+def _oldest(view: Any) -> OpenTransaction | None:
+    if not view.HasField("oldest_transaction"):
+        return None
+    told = view.oldest_transaction
+    return OpenTransaction(
+        told.producer_id, told.producer_epoch, told.transaction_start, told.transaction_began_ms
+    )
 
 
 def _best(info: Any, views: Mapping[int, Any]) -> tuple[Any, errors.PkError | None]:

@@ -45,7 +45,8 @@ class BrokerGauges:
         """Set every gauge, and report tiers that fail."""
         metrics = self._env.metrics
         hw_lag = lso_lag = tier_lag = problems = offline = leading = damaged = 0
-        under = under_min = replica_lag = 0
+        under = under_min = replica_lag = open_transactions = 0
+        began_ms = now_ms = self._env.clock.wall_ms()
         failing: dict[str, errors.PkError] = {}
         for partition in self._partitions.values():
             if not partition.online:
@@ -67,6 +68,10 @@ class BrokerGauges:
             stable = partition.last_stable_offset
             hw_lag += partition.log.written_end - partition.high_watermark
             lso_lag += partition.high_watermark - stable
+            oldest = partition.log.producers.oldest_transaction()
+            if oldest is not None:
+                open_transactions += partition.log.producers.open_count
+                began_ms = min(began_ms, oldest[1].transaction_began_ms)
             if partition.tiered:
                 tier_lag += max(0, stable - partition.log.tiered_end)
                 if partition.tier.problem is not None:
@@ -80,6 +85,8 @@ class BrokerGauges:
         metrics.under_min_isr.set(under_min)
         metrics.replica_lag.set(replica_lag)
         metrics.lso_lag.set(lso_lag)
+        metrics.open_transactions.set(open_transactions)
+        metrics.open_transaction_age.set(now_ms - began_ms)
         metrics.tier_lag.set(tier_lag)
         metrics.tier_problems.set(problems)
         metrics.damaged_partitions.set(damaged)

@@ -83,6 +83,7 @@ class ControlStream:
             "abort_transaction": lambda request, _: self._transactions.abort(request),
             "forget_transaction": lambda request, _: self._transactions.forget(request),
             "describe_partitions": self._describe_partitions,
+            "describe_producers": self._describe_producers,
             "describe_tier": lambda request, _: tier.describe_tier(request),
             "tier_rows": lambda request, _: tier.tier_rows(request),
             "tier_partitions": lambda request, _: tier.tier_partitions(request),
@@ -147,3 +148,8 @@ class ControlStream:
         self, request: wire.DescribePartitionsRequest, _: frames.Frame
     ) -> Message:
         return self._descriptions.reply(request)
+
+    async def _describe_producers(
+        self, request: wire.DescribeProducersRequest, _: frames.Frame
+    ) -> Message:
+        return self._descriptions.producers(request)

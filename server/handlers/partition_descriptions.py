@@ -1,4 +1,4 @@
-"""Every offset of a partition, for operators and readiness checks.
+"""Every offset of a partition, and its producers, for operators and readiness checks.
 
 World-generic.
 """
@@ -6,15 +6,19 @@ World-generic.
 from __future__ import annotations
 
 from pk import errors
+from pk.log.producers import ProducerStateEntry
 from pk.server.broker.hosted_partitions import HostedPartitions
 from pk.server.controller.elections import waits_for
 from pk.server.metadata.cache import MetadataCache
 from pk.server.replica.corruption import CorruptionManager
 from pk.server.replica.partition import Partition
 from pk.server.replica.state import HostedReplicas
-from pk.types import NONE
+from pk.types import NONE, PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
+
+#: Most producers of one reply, of some 80 bytes each.
+PRODUCERS_MAX = 50_000
 
 
 class PartitionDescriptions:
@@ -56,6 +60,36 @@ class PartitionDescriptions:
                 )
         return reply
 
+    def producers(self, request: wire.DescribeProducersRequest) -> wire.DescribeProducersReply:
+        """Return the producers that the logs led here know (KIP-664).
+
+        An item has an error if this broker does not lead its partition.  It has `ThrottledError` if
+        the items before it have filled the reply: the client asks for it again.
+        """
+        reply = wire.DescribeProducersReply()
+        room = PRODUCERS_MAX
+        for item in request.partitions:
+            described = reply.partitions.add(topic_id=item.topic_id, partition=item.partition)
+            try:
+                partition = self._partitions.find(PartitionKey(item.topic_id, item.partition))
+                partition.serving()
+                known = partition.log.producers.items()
+                if len(known) > PRODUCERS_MAX:
+                    raise errors.InvalidRequest(
+                        f"{partition} has {len(known)} producers, and one reply describes "
+                        f"{PRODUCERS_MAX}"
+                    )
+                if len(known) > room:
+                    raise errors.ThrottledError(
+                        f"the reply has no room for the {len(known)} producers of {partition}"
+                    )
+            except errors.PkError as refusal:
+                described.error.CopyFrom(frames.error_of(refusal))
+                continue
+            room -= len(known)
+            described.producers.extend(_producer(*each) for each in known)
+        return reply
+
     def _describe(self, partition: Partition, reply: wire.DescribePartitionsReply) -> None:
         log, state = partition.log, self._metadata.image.partition(partition.key)
         described = reply.partitions.add(
@@ -86,3 +120,18 @@ class PartitionDescriptions:
             )
         if problem is not None:
             described.error.CopyFrom(frames.error_of(problem))
+        oldest = log.producers.oldest_transaction() if partition.leader is not None else None
+        if oldest is not None:
+            described.oldest_transaction.CopyFrom(_producer(*oldest))
+
+
+def _producer(producer_id: int, known: ProducerStateEntry) -> wire.ProducerState:
+    return wire.ProducerState(
+        producer_id=producer_id,
+        producer_epoch=known.epoch,
+        last_sequence=known.last_sequence,
+        last_ms=known.last_ms,
+        coordinator_epoch=known.coordinator_epoch,
+        transaction_start=known.transaction_start,
+        transaction_began_ms=known.transaction_began_ms,
+    )

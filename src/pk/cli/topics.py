@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -25,7 +26,7 @@ from pk.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from pk.client.admin import PartitionDescription, TopicResult
+    from pk.client.admin import OpenTransaction, PartitionDescription, TopicResult
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 
@@ -169,6 +170,16 @@ def describe(
                 elif each.under_replicated:
                     missing = ", ".join(str(n) for n in each.replicas if n not in each.isr)
                     typer.echo(f"partition {each.partition}: under-replicated, without {missing}")
+                if each.oldest_transaction is not None:
+                    typer.echo(f"partition {each.partition}: {_held_back(each.oldest_transaction)}")
+
+
+def _held_back(oldest: OpenTransaction) -> str:
+    began = datetime.fromtimestamp(oldest.began_ms / 1000, UTC).isoformat(timespec="seconds")
+    return (
+        f"producer {oldest.producer_id} (epoch {oldest.producer_epoch}) holds the last stable "
+        f"offset at {oldest.first_offset}, with a transaction that is open since {began}"
+    )
 
 
 def _row(each: PartitionDescription) -> list[Any]:

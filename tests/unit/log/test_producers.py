@@ -130,6 +130,20 @@ def test_a_repeated_marker_does_not_end_the_next_transaction(epoch: int) -> None
     assert state.snapshot(4) == before
 
 
+def test_the_oldest_transaction() -> None:
+    # rule L11
+    state = Producers()
+    assert (state.oldest_transaction(), state.open_count) == (None, 0)
+    for offset, producer_id in ((0, 9), (1, 2), (2, 5)):
+        state.apply(head(producer_id, txn=True), offset, 10 + offset)
+    for producer_id, left in ((9, 3), (2, 2), (5, 1)):
+        oldest = state.oldest_transaction()
+        assert oldest == (producer_id, state.get(producer_id))
+        assert state.open_count == left
+        state.apply(CONTROL, 10, 20, [Marker(producer_id, 1, False)])
+    assert state.oldest_transaction() is None
+
+
 def test_two_markers_of_one_producer_in_one_batch() -> None:
     state = Producers()
     state.apply(head(1, epoch=2, txn=True), 0, 0)
@@ -162,6 +176,12 @@ def test_an_open_transaction_knows_when_it_began() -> None:
     assert (known.transaction_began_ms, known.coordinator_epoch) == (1000, 12)
 
 
+def check_order(state: Producers) -> None:
+    """log/producers I5: the oldest transaction is the first."""
+    starts = list(state.open_transactions.values())
+    assert starts == sorted(starts)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_undo_gives_back_the_state_before(seed: int) -> None:
     """A failed write takes back any number of decided batches, newest first (rule L2)."""
@@ -180,10 +200,15 @@ def test_undo_gives_back_the_state_before(seed: int) -> None:
             undo = state.apply(head(who, sequences.get(who, 0), txn=rng.random() < 0.6), offset, 0)
             sequences[who] = sequences.get(who, 0) + 1
         history.append((*before, undo))
+        check_order(state)
     for snapshot, open_transactions, undo in reversed(history):
         state.undo(undo)
+        check_order(state)
         assert state.snapshot(0) == snapshot
         assert state.open_transactions == open_transactions
+        _, found = Producers.from_snapshot(snapshot)
+        check_order(found)
+        assert found.open_transactions == open_transactions
 
 
 def test_expiry_spares_open_transactions() -> None:
