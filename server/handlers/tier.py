@@ -150,7 +150,6 @@ class TierRequests:
         """
         stable = described.last_stable_offset
         start = max(described.local_log_start, described.tiered_end)
-        described.aborted_end = stable
         if start >= stable:
             return
         if page.room <= 0:
@@ -158,10 +157,11 @@ class TierRequests:
             page.without.append(partition.key)
             return
         limit = min(page.room, aborted_lists.PARTITION_MAX)
-        told, described.aborted_end = partition.log.aborted_in(start, stable, limit)
+        told, end = partition.log.aborted_in(start, stable, limit)
         aborted_lists.add_all(described, told)
         page.room -= len(told)
-        if described.aborted_end < stable:
+        if end < stable:
+            described.aborted_end = end
             self._cut.add(partition.key)
 
     def tier_progress(self, request: wire.TierProgressRequest) -> wire.TierProgressReply:
