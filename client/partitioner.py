@@ -23,7 +23,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from pk import errors
-from pk.client.rows import int64_column
+from pk.log.encoding import fixed_column, offsets_of
 from pk.types import NONE
 
 U32 = npt.NDArray[np.uint32]
@@ -70,8 +70,8 @@ def murmur2_column(keys: pa.Array) -> U32:
     count = len(keys)
     if not count:
         return np.empty(0, np.uint32)
-    _, offsets_buffer, data_buffer = keys.buffers()
-    offsets = np.frombuffer(offsets_buffer, np.int32, count + 1, keys.offset * 4).astype(np.int64)
+    data_buffer = keys.buffers()[2]
+    offsets = offsets_of(keys).astype(np.int64)
     starts, lengths = offsets[:-1], offsets[1:] - offsets[:-1]
     data = memoryview(data_buffer) if data_buffer is not None else memoryview(b"")
     # Keys of one length, such as ids and uuids, need no sorting.
@@ -246,7 +246,7 @@ def ordered_by_partition(
     ordered = chosen[order]
     cuts = [0, *(np.flatnonzero(np.diff(ordered)) + 1).tolist(), len(order)]
     runs = [(int(ordered[start]), start, end) for start, end in itertools.pairwise(cuts)]
-    return _take(rows, int64_column(order)), order, runs
+    return _take(rows, fixed_column(order)), order, runs
 
 
 def _take(rows: pa.RecordBatch, order: pa.Array) -> pa.RecordBatch:

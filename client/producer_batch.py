@@ -24,9 +24,8 @@ from pk.backoff import Backoff
 from pk.client.accumulator import FULL_SHARE
 from pk.client.metadata import LeaderAndEpoch, Metadata
 from pk.client.record_set import RecordSlice
-from pk.client.rows import int64_column
 from pk.log import batch as batches
-from pk.log.columns import encode
+from pk.log.encoding import encode, fixed_column
 from pk.log.storage import Buffer
 from pk.transactional_ids import is_transactional
 from pk.types import NONE, PartitionKey
@@ -107,7 +106,7 @@ class ProducerBatch:
 
 
 def _stamped(rows: pa.RecordBatch, stamp_ms: int) -> pa.RecordBatch:
-    column = int64_column(np.full(rows.num_rows, stamp_ms, np.int64))
+    column = fixed_column(np.full(rows.num_rows, stamp_ms, np.int64))
     return rows.append_column("timestamp", column)
 
 

@@ -28,9 +28,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from pk import errors
-from pk.client.rows import absent, binary_column, rows_of
+from pk.client.rows import binary_column, rows_of
 from pk.client.waiting import Monitor
-from pk.log.columns import HEADER_TYPE
+from pk.log.columns import HEADER_TYPE, null_headers
 from pk.types import NONE, BatchMetadata, RecordMetadata, TopicPartition
 
 _log = logging.getLogger("pk.client")
@@ -110,7 +110,7 @@ class RecordSet:
         """
         count = self.count = len(self.values)
         value, key = binary_column(self.values, count), binary_column(self.keys, count)
-        headers = absent(count, HEADER_TYPE)
+        headers = null_headers(count)
         if self.headers:
             given = self.headers
             headers = pa.array(

@@ -23,6 +23,7 @@ from pk.log import batch as batches
 from pk.log import columns
 from pk.log.batch import Header
 from pk.log.columns import Body
+from pk.log.encoding import fixed_column
 
 #: Fields that are equal in all batches of a run.
 _SHAPE = batches.KEY | batches.VALUE
@@ -57,17 +58,13 @@ def decode_batches(run: Sequence[PlainBatch], timestamp_unit: str = "ms") -> pa.
     keys = [(member.body.key_lengths, member.body.key_data) for member in run]
     values = [(member.body.value_lengths, member.body.value_data) for member in run]
     arrays = [
-        _fixed(_offsets(run, rows), pa.int64()),
-        _fixed(_timestamps(run, rows, timestamp_unit), target.field("timestamp").type),
+        fixed_column(_offsets(run, rows)),
+        fixed_column(_timestamps(run, rows, timestamp_unit), target.field("timestamp").type),
         _joined(keys, rows),
         _joined(values, rows),
         columns.no_headers(rows),
     ]
     return pa.RecordBatch.from_arrays(arrays, schema=target)
-
-
-def _fixed(numbers: npt.NDArray[np.int64], kind: pa.DataType) -> pa.Array:
-    return pa.Array.from_buffers(kind, len(numbers), [None, pa.py_buffer(numbers)], 0)
 
 
 def _offsets(run: Sequence[PlainBatch], rows: int) -> npt.NDArray[np.int64]:

@@ -52,6 +52,7 @@ from pk.log.encoding import (
     UNITS,
     encode,
     encode_lists,
+    fixed_column,
     total,
 )
 from pk.log.storage import Buffer
@@ -68,6 +69,7 @@ __all__ = [
     "encode_lists",
     "key_values_of",
     "no_headers",
+    "null_headers",
     "nulls",
     "parse",
     "schema",
@@ -375,7 +377,7 @@ def _offsets(header: Header, body: Body) -> pa.Array:
         offsets = np.arange(first, first + header.record_count, dtype=np.int64)
     else:
         offsets = np.add(body.deltas, header.base_offset, dtype=np.int64, casting="unsafe")
-    return pa.Array.from_buffers(pa.int64(), len(offsets), [None, pa.py_buffer(offsets)], 0)
+    return fixed_column(offsets)
 
 
 def _timestamps(header: Header, body: Body, unit: str) -> pa.Array:
@@ -460,6 +462,12 @@ def _header_lists(rows: int, body: Body) -> pa.Array:
 def no_headers(rows: int) -> pa.Array:
     """Return a headers column of empty lists."""
     return pa.Array.from_buffers(HEADER_TYPE, rows, [None, _zeros(rows)], 0, children=[_NO_HEADERS])
+
+
+def null_headers(rows: int) -> pa.Array:
+    """Return a headers column of nulls only."""
+    bits = [_zeros(rows), _zeros(rows)]
+    return pa.Array.from_buffers(HEADER_TYPE, rows, bits, rows, children=[_NO_HEADERS])
 
 
 def _zeros(rows: int) -> pa.Buffer:

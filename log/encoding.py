@@ -28,6 +28,9 @@ I64 = npt.NDArray[np.int64]
 #: Arrow's binary offsets are i32, so no decoded body may be larger, whatever a topic allows.
 DECODED_BYTES_MAX = 2**31 - 1
 
+_INT64 = pa.int64()
+_WIDE = (pa.large_binary(), pa.large_string())
+_PLAIN = (pa.binary(), pa.string(), *_WIDE)
 #: Units of timestamps: how many make a millisecond; for s, how many milliseconds make a second.
 UNITS = {"s": 1000, "ms": 1, "us": 1000, "ns": 1_000_000}
 LENGTH = struct.Struct("<I")
@@ -45,6 +48,18 @@ def numbers(column: pa.Array) -> npt.NDArray[Any]:
     """
     found: npt.NDArray[Any] = np.from_dlpack(column)
     return found
+
+
+def fixed_column(values: npt.NDArray[Any], kind: pa.DataType = _INT64) -> pa.Array:
+    """Return a column of numbers, not copied; `pa.array` would import pandas, too."""
+    return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(values)], 0)
+
+
+def offsets_of(column: pa.Array) -> npt.NDArray[Any]:
+    """Return the offsets of a binary or text column, not copied: one more than it has rows."""
+    kind = np.dtype(np.int64 if column.type in _WIDE else np.int32)
+    start = column.offset * kind.itemsize
+    return np.frombuffer(column.buffers()[1], kind, len(column) + 1, start)
 
 
 def total(lengths: U32 | None) -> int:
@@ -287,14 +302,9 @@ def _blob(array: pa.Array, name: str) -> _Blob:
     if kind not in _PLAIN:
         array = _plain(array, name)
         kind = array.type
-    wide = kind in _WIDE
-    _, offsets_buffer, data_buffer = array.buffers()
-    count, width = len(array), 8 if wide else 4
-    offsets = np.frombuffer(
-        offsets_buffer, np.int64 if wide else np.int32, count + 1, array.offset * width
-    )
+    data_buffer, offsets = array.buffers()[2], offsets_of(array)
     lengths = np.subtract(offsets[1:], offsets[:-1])
-    lengths = lengths.astype(np.uint32) if wide else lengths.view(np.uint32)
+    lengths = lengths.astype(np.uint32) if offsets.itemsize == 8 else lengths.view(np.uint32)
     validity: bytes | None = None
     if array.null_count:
         valid = array.is_valid().to_numpy(zero_copy_only=False)
@@ -308,10 +318,6 @@ def _blob(array: pa.Array, name: str) -> _Blob:
 
 def _blob_with_nulls(filled: pa.Array, valid: npt.NDArray[np.bool_], name: str) -> _Blob:
     return _blob(filled, name)._replace(validity=np.packbits(valid, bitorder="little").tobytes())
-
-
-_WIDE = (pa.large_binary(), pa.large_string())
-_PLAIN = (pa.binary(), pa.string(), *_WIDE)
 
 
 def _plain(array: pa.Array, name: str) -> pa.Array:
