@@ -141,13 +141,6 @@ class RecordAccumulator:
         with self.lock:
             if self.closed is not None:
                 raise self.closed
-            records = self.open
-            if (
-                records is not None
-                and self.room < size
-                and records.granted - self.room + size > self._set_bytes
-            ):
-                self._seal()
             if self.room < size and not self._grow(size):
                 self._seal(ready=True)
                 return None
@@ -172,9 +165,14 @@ class RecordAccumulator:
         return SendFuture(records, index)
 
     def _grow(self, size: int) -> bool:
-        """Reserve memory for at least `size` bytes (lock held)."""
-        need = size - self.room
+        """Reserve memory for at least `size` bytes, for another set if this one is full (lock
+        held).
+        """
         granted = 0 if self.open is None else self.open.granted
+        if granted - self.room + size > self._set_bytes:
+            self._seal()
+            granted = 0
+        need = size - self.room
         grant = max(need, min(GRANT_BYTES, self._set_bytes - granted))
         if not self._pool.try_reserve(grant):
             grant = need
@@ -321,14 +319,14 @@ def record_size(value: Any, key: Any, headers: Headers | None, topic: str) -> in
     for header in headers or ():
         try:
             name, content = header
+            # as long as in the column: `sizes` distributes the sum
+            size += RECORD_OVERHEAD + len(name.encode()) + len(content or b"")
             bad = not isinstance(name, str) or not (content is None or isinstance(content, bytes))
-            long = 0 if bad else len(name.encode())  # as in the column: `sizes` distributes the sum
-        except (TypeError, ValueError):  # not a pair, or text that UTF-8 cannot encode
+        except (AttributeError, TypeError, ValueError):  # no pair, or no text that UTF-8 can encode
             bad = True
         if bad:
             raise errors.SerializationError(
                 f"{topic}: a header is a pair (text, bytes or None), not {header!r}",
                 field="headers",
             )
-        size += RECORD_OVERHEAD + long + len(content or b"")
     return size

@@ -74,11 +74,15 @@ class Metadata:
         """Return the brokers that a leaderless partition waits for; it needs one of them."""
         return self._absent.get(key, ())
 
+    def without_leader(self, what: object, key: PartitionKey) -> str:
+        """Return the sentence that partition `key`, called `what`, has no leader."""
+        absent = ", ".join(map(str, self.waits_for(key)))
+        names = f": it waits for one of the brokers {absent}" if absent else ""
+        return f"{what} has no reachable leader{names}"
+
     def leaderless(self, place: TopicPartition) -> errors.PkError:
         """Return the error for a partition without a leader."""
-        absent = ", ".join(map(str, self.waits_for(self.key(place))))
-        names = f": it waits for one of the brokers {absent}" if absent else ""
-        return errors.NotLeaderOrFollower(f"{place} has no reachable leader{names}")
+        return errors.NotLeaderOrFollower(self.without_leader(place, self.key(place)))
 
     def key(self, place: TopicPartition) -> PartitionKey:
         """Return the partition with its topic id.  Raises `UnknownTopicOrPartition`, or the error

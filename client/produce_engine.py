@@ -79,8 +79,6 @@ class ProduceEngine:
         self.world = world
         self.cluster = cluster
         self.options = options
-        self.acks = {"0": 0, "1": 1}.get(options["acks"], NONE)
-        self.codec: tuple[str, int] = (options["compression"], options["compression_level"])
         self.compute = compute
         self.pool = BufferPool(options["buffer_memory"])
         self.monitor = Monitor()  #: notified when a record's outcome is known
@@ -205,8 +203,8 @@ class ProduceEngine:
         self._closed = True
         for timer in self._timers.values():
             timer.cancel()
-        for stream in list(self._streams.values()):
-            await stream.close()
+        for stream in self._streams.values():
+            stream.reset()
         await self.tasks.close()
         await self.cluster.close()
 
@@ -302,12 +300,8 @@ class ProduceEngine:
 
     def _settle(self, batch: ProducerBatch, response: PartitionResponse) -> None:
         self.pool.release(batch.size)
-        resolve(
-            batch.slices,
-            response.base_offset,
-            append_time_ms=response.append_time_ms,
-            error=response.error,
-        )
+        stamp, error = response.append_time_ms, response.error
+        resolve(batch.slices, response.base_offset, append_time_ms=stamp, error=error)
         for each in batch.slices:
             if each.records.done:
                 self._outstanding.pop(id(each.records), None)
@@ -336,14 +330,7 @@ class ProduceEngine:
         found = self._streams.get(node)
         if found is None:
             found = self._streams[node] = ProduceConnection(
-                self.cluster,
-                self.options,
-                self.acks,
-                self.codec,
-                self.compute,
-                self.tasks,
-                self.step,
-                node,
+                self.cluster, self.options, self.compute, self.tasks, self.step, node
             )
         return found
 
@@ -368,28 +355,24 @@ class ProduceConnection:
         self,
         cluster: NetworkClient,
         options: Mapping[str, Any],
-        acks: int,
-        codec: tuple[str, int],
         compute: Compute | None,
-        encodings: TaskRegistry,
+        tasks: TaskRegistry,
         step: Callable[[SenderEvent], None],
         node: int,
     ) -> None:
         self._cluster = cluster
         self._options = options
-        self._acks = acks
-        self._codec = codec
+        self._acks = {"0": 0, "1": 1}.get(options["acks"], NONE)
+        self._codec: tuple[str, int] = (options["compression"], options["compression_level"])
         self._compute = compute
-        self._encodings = encodings  #: end with the engine
+        self._tasks = tasks  #: of the engine, with which they end
         self._step = step
         self._node = node
         self._requests: deque[InFlightRequest] = deque()  #: requests not written yet
         self._filled = asyncio.Event()
         self._stream: Stream | None = None
         self._address = ""  #: the address that the stream is connected to
-        self._reader: asyncio.Task[None] | None = None
-        self._tasks = TaskRegistry()
-        self._tasks.spawn(self._write())
+        tasks.spawn(self._write())
 
     def put(self, request: InFlightRequest) -> None:
         self._requests.append(request)
@@ -407,15 +390,8 @@ class ProduceConnection:
         """
         self._requests.clear()
         stream, self._stream = self._stream, None
-        reader, self._reader = self._reader, None
         if stream is not None:
-            stream.close()
-        if reader is not None and reader is not asyncio.current_task():
-            reader.cancel()
-
-    async def close(self) -> None:
-        self.reset()
-        await self._tasks.close()
+            stream.close()  # its reader ends
 
     def _lost(self, why: str) -> None:
         unsent = frozenset(request.correlation_id for request in self._requests)
@@ -434,21 +410,15 @@ class ProduceConnection:
             if not request.open:  # all its batches went to another leader meanwhile (E2)
                 self._requests.popleft()
                 continue
-            try:
-                data = await self._encoded(request)
-            except Exception as cause:
-                if self._requests and self._requests[0] is request:
-                    self._requests.popleft()
-                    if not isinstance(cause, errors.PkError):
-                        _log.error("cannot encode a batch", exc_info=cause)
-                        cause = errors.InternalError(f"cannot encode a batch: {cause!r}")
-                    self._answer(request, cause)
-                continue
-            if stream is not self._stream or not self._requests or self._requests[0] is not request:
-                continue
+            encoded = await self._encoded(request)
+            if not self._requests or self._requests[0] is not request:
+                continue  # the stream was reset meanwhile
             self._requests.popleft()
+            if isinstance(encoded, errors.PkError):
+                self._answer(request, encoded)
+                continue
             try:
-                await stream.send(*data)
+                await stream.send(*encoded)
             except Disconnected as cause:
                 if stream is self._stream:
                     self._lost(f"broker {self._node}: {cause}")
@@ -473,32 +443,36 @@ class ProduceConnection:
                 _log.error("cannot produce to broker %d: %s", self._node, cause)
             self._lost(cause.message)
         else:
-            self._reader = self._tasks.spawn(self._read(self._stream))
+            self._tasks.spawn(self._read(self._stream))
 
-    async def _encoded(self, request: InFlightRequest) -> list[Buffer]:
-        """Return the bytes of the first request.  With compression this also starts encoding the
-        requests behind it on other threads, because encoding takes longest.
+    async def _encoded(self, request: InFlightRequest) -> list[Buffer] | errors.PkError:
+        """Return the bytes of the first request, or why a batch of it cannot be encoded.  With
+        compression this also starts encoding the requests behind it on other threads, because
+        encoding takes longest.
         """
-        if self._options["compression"] != "none" and self._compute is not None:
-            ahead = itertools.islice(self._requests, AHEAD)
-            for batch in itertools.chain.from_iterable(each.batches for each in ahead):
-                if batch.encoding is None:
-                    work = self._compute(partial(batch.encode, *self._codec))
-                    batch.encoding = self._encodings.spawn(work)
-                    batch.encoding.add_done_callback(lambda t: t.cancelled() or t.exception())
-            encodings = [batch.encoding for batch in request.batches]
-            await asyncio.wait(encodings)
-            for each in encodings:
-                each.result()  # raises the error of the batch
-        return self._encode(request)
+        try:
+            if self._codec[0] != "none" and self._compute is not None:
+                ahead = itertools.islice(self._requests, AHEAD)
+                for batch in itertools.chain.from_iterable(each.batches for each in ahead):
+                    if batch.encoding is None:
+                        work = self._compute(partial(batch.encode, *self._codec))
+                        batch.encoding = self._tasks.spawn(work)
+                        batch.encoding.add_done_callback(lambda t: t.cancelled() or t.exception())
+                encodings = [batch.encoding for batch in request.batches]
+                await asyncio.wait(encodings)
+                for each in encodings:
+                    each.result()  # raises the error of the batch
+            return self._encode(request)
+        except errors.PkError as cause:
+            return cause
+        except Exception as bug:
+            _log.exception("cannot encode a batch")
+            return errors.InternalError(f"cannot encode a batch: {bug!r}")
 
     def _encode(self, request: InFlightRequest) -> list[Buffer]:
-        options = self._options
         payload: list[Buffer] = []
-        head = wire.ProduceRequest(
-            acks=self._acks,
-            timeout_ms=max(1, options["request_timeout_ms"] * 9 // 10),
-        )
+        timeout_ms = max(1, self._options["request_timeout_ms"] * 9 // 10)
+        head = wire.ProduceRequest(acks=self._acks, timeout_ms=timeout_ms)
         for batch, epoch in zip(request.batches, request.epochs, strict=True):
             encoded = batch.encode(*self._codec)
             head.partitions.add(
@@ -529,9 +503,6 @@ class ProduceConnection:
 
 
 def _response(result: wire.ProduceResult) -> PartitionResponse:
-    if result.HasField("error"):
-        error = frames.raise_error(result.error)
-        return PartitionResponse(result.index, error, log_start=result.log_start)
-    return PartitionResponse(
-        result.index, None, result.base_offset, result.log_append_time_ms or NONE, result.log_start
-    )
+    error = frames.raise_error(result.error) if result.HasField("error") else None
+    stamp = result.log_append_time_ms or NONE
+    return PartitionResponse(result.index, error, result.base_offset, stamp, result.log_start)

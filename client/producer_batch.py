@@ -22,7 +22,7 @@ import pyarrow as pa
 from pk import errors, limits
 from pk.backoff import Backoff
 from pk.client.accumulator import FULL_SHARE
-from pk.client.metadata import LeaderAndEpoch, Metadata
+from pk.client.metadata import LeaderAndEpoch
 from pk.client.record_set import RecordSlice
 from pk.log import batch as batches
 from pk.log.encoding import encode, fixed_column
@@ -170,7 +170,7 @@ class PartitionBatches:
     epoch: int = NONE
     sequence: int = 0  #: sequence of the next new batch
     number: int = 0  #: batches numbered so far
-    acked_sequence: int = NONE  #: last sequence acknowledged in this epoch
+    acked: bool = False  #: a batch of this epoch was acknowledged
     acked_offset: int = NONE
     gap: bool = False  #: a sequence below an unresolved batch will never be stored
     leader: LeaderAndEpoch | None = None  #: the leader at the last step
@@ -235,7 +235,7 @@ class PartitionBatches:
         """
         self.producer_id, self.epoch = producer_id, epoch
         self.gap = False
-        self.acked_sequence = NONE
+        self.acked = False
         self.sequence = 0
         for batch in self.unresolved:
             self.number_batch(batch)
@@ -245,7 +245,7 @@ class PartitionBatches:
         self.retry.reset()
         self.problem = None
         if batch.sequence != NONE and batch.epoch == self.epoch:
-            self.acked_sequence = (batch.next_sequence - 1) & 0x7FFFFFFF
+            self.acked = True
             self.acked_offset = max(self.acked_offset, base_offset + batch.count - 1)
 
     def remove(self, batch: ProducerBatch) -> None:
@@ -269,16 +269,3 @@ class PartitionBatches:
             and batch.unknown_epoch is not None
             and batch.unknown_epoch < leader.unclean_epoch
         ]
-
-    def obstacle(self, metadata: Metadata, *, without_id: bool) -> str:
-        """Return the fault that keeps the broker from storing the batches; "" if there is none.
-
-        An operator must mend such a fault.  `without_id`: the producer has no producer id yet.
-        """
-        if metadata.leader(self.key) is None:
-            absent = metadata.waits_for(self.key)
-            names = f": it waits for one of the brokers {', '.join(map(str, absent))}"
-            return "the partition has no reachable leader" + (names if absent else "")
-        if without_id:
-            return "no producer id could be had from the broker"
-        return "" if self.problem is None else f"the last attempt: {self.problem.message}"

@@ -52,18 +52,14 @@ class RecordSlice:
     count: int
     rows: Any  #: pa.RecordBatch; None once they are encoded, or the slice failed
     size: int  #: bytes reserved for it
-    base_offset: int | None = None  #: offset of the first record; NONE = stored, offset not known
+    resolved: bool = False
+    base_offset: int = NONE  #: offset of the first record; NONE = stored, offset not known
     append_time_ms: int = NONE
     error: errors.PkError | None = None
-
-    @property
-    def resolved(self) -> bool:
-        return self.base_offset is not None or self.error is not None
 
     def metadata(self, position: int, index: int) -> RecordMetadata:
         """Return where record `index` of the set, at `position`, was stored."""
         records, offset, stamp = self.records, self.base_offset, self.append_time_ms
-        assert offset is not None
         if offset >= 0:
             offset += position - self.first
         if stamp <= 0:
@@ -164,21 +160,24 @@ class RecordSet:
             return None
         position = index if self.inverse is None else int(self.inverse[index])
         found = slices[bisect_right(slices, position, key=lambda each: each.first) - 1]
-        if found.error is not None or found.base_offset is None:
-            return found.error
-        return found.metadata(position, index)
+        if not found.resolved:
+            return None
+        return found.metadata(position, index) if found.error is None else found.error
 
     def _outcome_of_all(self) -> list[BatchMetadata] | errors.PkError | None:
         if self.slices is None or self.unresolved:
             return None
-        stored: list[BatchMetadata] = []
-        failed: list[tuple[TopicPartition, errors.PkError]] = []
-        for each in self.slices:
-            if each.error is not None:
-                failed.append((TopicPartition(self.topic, each.partition), each.error))
-            else:
-                offset = NONE if each.base_offset is None else each.base_offset
-                stored.append(BatchMetadata(self.topic, each.partition, offset, each.count))
+        topic = self.topic
+        stored = [
+            BatchMetadata(topic, each.partition, each.base_offset, each.count)
+            for each in self.slices
+            if each.error is None
+        ]
+        failed = [
+            (TopicPartition(topic, each.partition), each.error)
+            for each in self.slices
+            if each.error is not None
+        ]
         if not failed:
             return stored
         if not stored and len({type(error) for _, error in failed}) == 1:
@@ -213,11 +212,8 @@ def resolve(
     with monitor.lock:
         for each in slices:
             assert not each.resolved  # F1
-            each.append_time_ms = append_time_ms
-            if error is not None:
-                each.error = error
-            else:
-                each.base_offset = base_offset
+            each.base_offset, each.append_time_ms, each.error = base_offset, append_time_ms, error
+            each.resolved = True  # assigned last, because other threads read it first
             base_offset += each.count if base_offset != NONE else 0
             each.records.unresolved -= 1
             if each.records.on_delivery:

@@ -296,7 +296,7 @@ class Sender:
                 # retention or delete-records removed the earlier batches
                 log_start > partition.acked_offset
             )
-            if partition.acked_sequence != NONE and not forgotten:
+            if partition.acked and not forgotten:
                 lost = errors.OutOfOrderSequence(
                     f"acknowledged records of {partition} up to offset {partition.acked_offset} "
                     "are no longer in the log (the broker lost them, for instance with its page "
@@ -422,12 +422,16 @@ class Sender:
                     partition.remove(batch)  # a batch in flight keeps its place in the sequence
 
     def _timed_out(self, partition: PartitionBatches, what: str) -> errors.DeliveryTimedOut:
-        without_id = self._idempotent and self._producer_id == NONE
-        cause = partition.obstacle(self.metadata, without_id=without_id)
+        cause = ""  # what an operator must mend
+        if self.metadata.leader(partition.key) is None:
+            cause = "; " + self.metadata.without_leader("the partition", partition.key)
+        elif self._idempotent and self._producer_id == NONE:
+            cause = "; no producer id could be had from the broker"
+        elif partition.problem is not None:
+            cause = f"; the last attempt: {partition.problem.message}"
         error = errors.DeliveryTimedOut(
             f"{partition}: no acknowledgement within "
-            f"delivery_timeout_ms={self._delivery_timeout_ms}: {what}"
-            + (f"; {cause}" if cause else "")
+            f"delivery_timeout_ms={self._delivery_timeout_ms}: {what}{cause}"
         )
         if cause:  # a lasting failure of the cluster
             setattr(error, "acts", "operator")  # noqa: B010 - differs from the class's default
