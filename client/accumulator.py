@@ -51,7 +51,6 @@ class BufferPool:
         self.limit = limit
         self.used = 0
         self._space = Monitor()
-        self._closed: errors.PkError | None = None
 
     def _has(self, size: int) -> bool:
         return not self.used or self.used + size <= self.limit
@@ -61,8 +60,6 @@ class BufferPool:
         empty pool.
         """
         with self._space.lock:
-            if self._closed is not None:
-                raise self._closed
             if not self._has(size):
                 return False
             self.used += size
@@ -71,18 +68,12 @@ class BufferPool:
     def wait(self, size: int, timeout_s: float) -> None:
         """Block until `size` bytes may be free, or the time is up; the caller then tries again."""
         with self._space.lock:
-            self._space.wait_for(lambda: self._closed is not None or self._has(size), timeout_s)
+            self._space.wait_for(lambda: self._has(size), timeout_s)
 
     def release(self, size: int) -> None:
         with self._space.lock:
             self.used -= size
             assert self.used >= 0, self.used
-            self._space.notify_all()
-
-    def close(self, error: errors.PkError) -> None:
-        """Refuse every further reservation with `error`."""
-        with self._space.lock:
-            self._closed = error
             self._space.notify_all()
 
 

@@ -16,6 +16,7 @@ from reprlib import Repr
 from typing import Any, TypeVar
 
 from pk import errors
+from pk.log.batch import TIMESTAMP_MS_MAX
 from pk.topic_names import what_is_wrong
 from pk.types import TopicPartition
 
@@ -63,6 +64,17 @@ def whole(
     if (least is not None and found < least) or (most is not None and found > most):
         raise errors.InvalidOption(
             f"{name} must be from {least} to {most}, not {shown(found)}", option=name
+        )
+    return found
+
+
+def timestamp(value: Any, topic: str) -> int:
+    """Check a create time in ms since the epoch, of a record for `topic`."""
+    found = whole(value, "timestamp_ms", None, None)
+    if not 0 <= found <= TIMESTAMP_MS_MAX:
+        raise errors.SerializationError(
+            f"{topic}: timestamp_ms {shown(found)} is out of range: it is from 0 to "
+            f"{TIMESTAMP_MS_MAX}"
         )
     return found
 

@@ -17,7 +17,7 @@ import os
 import random
 import threading
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 from pk import errors
@@ -204,6 +204,27 @@ def release(held: LoopThread) -> None:
     held.stop()
 
 
+@contextlib.contextmanager
+def opening() -> Iterator[LoopThread]:
+    """Hold the shared loop thread for a client; released again if the client cannot be opened."""
+    held = acquire()
+    try:
+        yield held
+    except BaseException:
+        release(held)
+        raise
+
+
+def end(client: object, held: LoopThread, work: Coroutine[Any, Any, None]) -> None:
+    """Run the closing work of a client, and release the loop."""
+    _open.pop(id(client), None)
+    _at_fork.pop(id(client), None)
+    try:
+        held.finish(work)
+    finally:
+        release(held)
+
+
 def close_at_exit(
     client: object, close: Callable[[], None], at_fork: Callable[[], None] | None = None
 ) -> None:
@@ -213,11 +234,6 @@ def close_at_exit(
     _open[id(client)] = close
     if at_fork is not None:
         _at_fork[id(client)] = at_fork
-
-
-def closed(client: object) -> None:
-    _open.pop(id(client), None)
-    _at_fork.pop(id(client), None)
 
 
 @atexit.register

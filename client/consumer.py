@@ -29,7 +29,7 @@ from pk.client.fetch_engine import FetchEngine
 from pk.client.fetcher_events import CompletedFetch, Consumed, FetcherEvent, FetchError, Pause, Seek
 from pk.client.network_client import NetworkClient
 from pk.client.offsets import EARLIEST, LATEST, OFFSET_MAX
-from pk.client.options import bootstrap_of, consumer_options
+from pk.client.options import bootstrap_of, consumer_options, network_options
 from pk.client.records import ConsumerRecords
 from pk.client.serializers import deserializer
 from pk.client.waiting import OneThread, WakeupSignal, one_thread
@@ -83,20 +83,10 @@ class Consumer:
         self._eaten: dict[int, int] = {}
         self._closed = False
         self._ending = threading.Lock()
-        self._thread = connection.acquire()
-        try:
+        with connection.opening() as self._thread:
             world = self._thread.world
-            self._cluster = NetworkClient(
-                world, bootstrap, client_id=o["client_id"],
-                request_timeout_ms=o["request_timeout_ms"],
-                retry_backoff_ms=o["retry_backoff_ms"],
-                retry_backoff_max_ms=o["retry_backoff_max_ms"],
-                metadata_max_age_ms=o["metadata_max_age_ms"],
-            )  # fmt: skip
+            self._cluster = NetworkClient(world, bootstrap, **network_options(o))
             self._engine = FetchEngine(world, self._cluster, o)
-        except BaseException:
-            connection.release(self._thread)
-            raise
         engine = self._engine
         engine.on_ready = self._wakeup.set
         self._fetch_buffer = FetchBuffer(
@@ -550,12 +540,8 @@ class Consumer:
             if self._closed:
                 return
             self._closed = True
-        connection.closed(self)
         self._wakeup.set()
-        try:
-            self._thread.finish(self._engine.close())
-        finally:
-            connection.release(self._thread)
+        connection.end(self, self._thread, self._engine.close())
 
     def __enter__(self) -> Consumer:
         return self

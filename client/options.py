@@ -20,6 +20,11 @@ ALIASES = {
     "compression_type": "compression",
     "max_in_flight_requests_per_connection": "max_in_flight",
 }
+#: The options of `NetworkClient`; producers have no `metadata_max_age_ms`.
+_NETWORK = (
+    "client_id", "request_timeout_ms", "retry_backoff_ms", "retry_backoff_max_ms",
+    "metadata_max_age_ms",
+)  # fmt: skip
 _BOOTSTRAP = ("bootstrap_servers", "bootstrap.servers")
 
 
@@ -53,6 +58,11 @@ def _refuse(scope: Options, parsed: Mapping[str, Any], name: str, what: str) -> 
         raise errors.UnsupportedFeature(
             f"{scope.scope} setting {name}: {what} are not in this build"
         )
+
+
+def network_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the resolved options of a producer or a consumer that its `NetworkClient` takes."""
+    return {name: options[name] for name in _NETWORK if name in options}
 
 
 def producer_options(given: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:

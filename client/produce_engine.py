@@ -195,11 +195,11 @@ class ProduceEngine:
         """Fail all records; nothing can be sent any more."""
         self.step(ForceClose(error))
 
-    async def close(self, error: errors.PkError | None = None) -> None:
+    async def close(self) -> None:
         """Fail all unresolved records and end the streams."""
         if self._closed:
             return
-        self.step(ForceClose(error or errors.ClosedError("the producer was closed")))
+        self.step(ForceClose(errors.ClosedError("the producer was closed")))
         self._closed = True
         for timer in self._timers.values():
             timer.cancel()
@@ -279,7 +279,6 @@ class ProduceEngine:
                 accumulator.close(error)
                 while accumulator.sealed:
                     self._fail(accumulator.sealed.popleft(), error)
-            self.pool.close(error)
         if self.on_step is not None and not isinstance(event, Append):
             self.on_step()
 

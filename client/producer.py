@@ -26,7 +26,7 @@ from pk.client.endings import no_partition
 from pk.client.futures import BatchFuture, SendFuture
 from pk.client.metadata import TopicMetadata
 from pk.client.network_client import NetworkClient
-from pk.client.options import bootstrap_of, producer_options
+from pk.client.options import bootstrap_of, network_options, producer_options
 from pk.client.produce_engine import ProduceEngine
 from pk.client.producer_transactions import ProducerTransactions
 from pk.client.record_set import Headers, OnDelivery, RecordSet
@@ -34,7 +34,6 @@ from pk.client.rows import normalise
 from pk.client.serializers import serializer
 from pk.client.transaction_engine import TransactionEngine
 from pk.clock import monotonic_s
-from pk.log.batch import TIMESTAMP_MS_MAX
 
 _CLOSE_S = 30.0
 
@@ -76,25 +75,15 @@ class Producer(ProducerTransactions):
         self._closed = False
         self._ending = threading.Lock()
         self._size_max: int = min(self._options["max_request_size"], self._options["buffer_memory"])
-        self._thread = connection.acquire()
-        try:
-            world = self._thread.world
-            o = self._options
-            self._cluster = NetworkClient(
-                world, bootstrap, client_id=o["client_id"],
-                request_timeout_ms=o["request_timeout_ms"],
-                retry_backoff_ms=o["retry_backoff_ms"],
-                retry_backoff_max_ms=o["retry_backoff_max_ms"],
-            )  # fmt: skip
+        with connection.opening() as self._thread:
+            world, o = self._thread.world, self._options
+            self._cluster = NetworkClient(world, bootstrap, **network_options(o))
             self._engine = ProduceEngine(world, self._cluster, o, compute=self._thread.compute)
             self._transactions = (
                 TransactionEngine(world, self._cluster, self._engine, o)
                 if o["transactional_id"]
                 else None
             )
-        except BaseException:
-            connection.release(self._thread)
-            raise
         connection.close_at_exit(self, self.close, self._forked)
 
     def _forked(self) -> None:
@@ -186,29 +175,21 @@ class Producer(ProducerTransactions):
         size = record_size(value, key, headers, topic)
         check_size(topic, size, self._size_max)
         if timestamp_ms is not None:
-            timestamp_ms = arguments.whole(timestamp_ms, "timestamp_ms", None, None)
-            if not 0 <= timestamp_ms <= TIMESTAMP_MS_MAX:
-                raise errors.SerializationError(
-                    f"{topic}: timestamp_ms {arguments.shown(timestamp_ms)} is out of range: it "
-                    f"is from 0 to {TIMESTAMP_MS_MAX}"
-                )
+            timestamp_ms = arguments.timestamp(timestamp_ms, topic)
         if partition is not None:
             partition = arguments.number(partition)
         accumulator = self._accumulators.get(topic) or self._open(topic)
         if partition is not None and partition >= (count := self._topic(topic).partitions):
             said = no_partition(topic, partition, count)
             raise errors.InvalidPartitions(said.message, **said.details)
-        deadline: float | None = None
-        while True:
-            before = accumulator.open
-            future = accumulator.append(
-                value, key, headers, partition, timestamp_ms, on_delivery, size=size
-            )
-            if accumulator.open is not before or accumulator.sealed:
-                self._poke()
-            if future is not None:
-                return future
+        before, deadline = accumulator.open, None
+        record = (value, key, headers, partition, timestamp_ms, on_delivery)
+        while (future := accumulator.append(*record, size=size)) is None:
+            self._poke()
             deadline = self._wait_for_memory(size, deadline)
+        if accumulator.open is not before or accumulator.sealed:
+            self._poke()
+        return future
 
     def _wait_for_memory(self, size: int, deadline: float | None) -> float:
         """Block until memory is free.  Raises `BufferExhausted` once `deadline` has passed."""
@@ -288,7 +269,7 @@ class Producer(ProducerTransactions):
         rows, chosen = normalise(batch, records.stamp_ms)
         known = self._topic(topic)
         accumulator.split(records, rows, chosen, known, self._cluster.metadata.available(known))
-        deadline: float | None = None
+        deadline = None
         while not accumulator.append_set(records):
             self._poke()
             deadline = self._wait_for_memory(records.size, deadline)
@@ -373,13 +354,12 @@ class Producer(ProducerTransactions):
                 return
             self._closed = True
         self._accumulators.clear()
-        connection.closed(self)
-        try:
-            if self._transactions is not None:
-                self._thread.finish(self._transactions.close())
-            self._thread.finish(self._engine.close())
-        finally:
-            connection.release(self._thread)
+        connection.end(self, self._thread, self._end_engines())
+
+    async def _end_engines(self) -> None:
+        if self._transactions is not None:
+            await self._transactions.close()
+        await self._engine.close()
 
     def __enter__(self) -> Producer:
         return self

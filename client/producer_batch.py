@@ -63,10 +63,6 @@ class ProducerBatch:
         self.ready_ms = min(self.ready_ms, more.records.ready_ms)
 
     @property
-    def next_sequence(self) -> int:
-        return (self.sequence + self.count) & 0x7FFFFFFF  # wraps around as in Kafka (KIP-98)
-
-    @property
     def unknown(self) -> bool:
         """Whether an earlier attempt may have stored the batch."""
         return self.unknown_epoch is not None
@@ -83,12 +79,11 @@ class ProducerBatch:
             for each in self.slices:
                 each.rows = None  # the encoded bytes replace the rows
         header = batches.read_header(self.encoded[0])
-        mine = (self.producer_id, self.epoch, self.sequence)
-        if (header.producer_id, header.producer_epoch, header.base_sequence) != mine:
-            header = header._replace(
-                producer_id=mine[0], producer_epoch=mine[1], base_sequence=mine[2]
-            )
-            self.encoded = batches.seal(header, self.encoded[1:])
+        mine = header._replace(
+            producer_id=self.producer_id, producer_epoch=self.epoch, base_sequence=self.sequence
+        )
+        if mine != header:
+            self.encoded = batches.seal(mine, self.encoded[1:])
         return self.encoded
 
     def _joined(self) -> tuple[pa.RecordBatch, int]:
@@ -226,7 +221,9 @@ class PartitionBatches:
         """Assign the next sequence to `batch`."""
         batch.producer_id, batch.epoch = self.producer_id, self.epoch
         batch.sequence, batch.number = self.sequence, self.number
-        self.sequence = batch.next_sequence
+        self.sequence = (
+            self.sequence + batch.count
+        ) & 0x7FFFFFFF  # wraps around as in Kafka (KIP-98)
         self.number += 1
 
     def begin_epoch(self, producer_id: int, epoch: int) -> None:

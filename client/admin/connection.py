@@ -40,8 +40,7 @@ class AdminConnection:
         self._of_controllers = of_controllers
         self._closed = False
         self._ending = threading.Lock()
-        self._thread = connection.acquire()
-        try:
+        with connection.opening() as self._thread:
             option = settings.CONSUMER.by_name["request_timeout_ms"]
             self.cluster = NetworkClient(
                 self._thread.world,
@@ -49,9 +48,6 @@ class AdminConnection:
                 client_id=client_id,
                 request_timeout_ms=option.parse(request_timeout_ms),
             )
-        except BaseException:
-            connection.release(self._thread)
-            raise
         connection.close_at_exit(self, self.close)
 
     def ask(self, request: Message, kind: type[T], timeout_s: float) -> T:
@@ -112,11 +108,7 @@ class AdminConnection:
             if self._closed:
                 return
             self._closed = True
-        connection.closed(self)
-        try:
-            self._thread.finish(self.cluster.close())
-        finally:
-            connection.release(self._thread)
+        connection.end(self, self._thread, self.cluster.close())
 
 
 async def ask_active(cluster: NetworkClient, request: Message, timeout_ms: int) -> Message:
