@@ -90,7 +90,8 @@ class ProduceEngine:
         self._discarding: errors.PkError | None = None  #: accepted records fail with it
         self._open_ms = min(OPEN_MS, float(options["linger_ms"]))
         self._topic_wait_ms = min(options["max_block_ms"], options["delivery_timeout_ms"])
-        self._sender = Sender(options, cluster.metadata, world.rng)
+        #: the machine; the TransactionEngine beside it reads `handed` and `failed`
+        self.sender = Sender(options, cluster.metadata, world.rng)
         self._outstanding: dict[int, RecordSet] = {}  #: record sets handed to the sender, by `id`
         self._streams: dict[int, ProduceConnection] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
@@ -101,7 +102,7 @@ class ProduceEngine:
     @property
     def identity(self) -> tuple[int, int]:
         """Return the producer id and epoch that were granted last; safe in any thread."""
-        return self._sender.granted
+        return self.sender.granted
 
     # -- what the façade calls, on the loop --------------------------------------------------------
 
@@ -152,21 +153,11 @@ class ProduceEngine:
     # -- transactions (client/transaction_engine) --------------------------------------------------
 
     @property
-    def handed(self) -> bool:
-        """Whether a broker may have got a batch of the transaction."""
-        return self._sender.handed
-
-    @property
-    def failed(self) -> errors.PkError | None:
-        """Return the error of the first batch of the transaction that failed."""
-        return self._sender.failed
-
-    @property
     def settled(self) -> bool:
         """Whether every accepted record has an outcome, and no batch waits for an answer."""
         return (
             not self._outstanding
-            and self._sender.idle
+            and self.sender.idle
             and all(not each.sealed and each.open is None for each in self.accumulators.values())
         )
 
@@ -190,10 +181,6 @@ class ProduceEngine:
         self._discarding = error
         self.step(FailTransaction(error))
         self.poke()
-
-    def fail(self, error: errors.PkError) -> None:
-        """Fail all records; nothing can be sent any more."""
-        self.step(ForceClose(error))
 
     async def close(self) -> None:
         """Fail all unresolved records and end the streams."""
@@ -271,10 +258,10 @@ class ProduceEngine:
         """Step the machine and perform its effects."""
         if self._closed:
             return
-        for effect in self._sender.step(event, self.world.clock.monotonic_ms()):
+        for effect in self.sender.step(event, self.world.clock.monotonic_ms()):
             self._perform(effect)
-        if self._sender.fatal is not None and self.fatal is None:
-            self.fatal = error = self._sender.fatal
+        if self.sender.fatal is not None and self.fatal is None:
+            self.fatal = error = self.sender.fatal
             for accumulator in self.accumulators.values():
                 accumulator.close(error)
                 while accumulator.sealed:

@@ -24,6 +24,7 @@ from google.protobuf.message import Message
 from pk import errors
 from pk.client.network_client import NetworkClient
 from pk.client.produce_engine import ProduceEngine
+from pk.client.sender_events import ForceClose
 from pk.client.transaction_manager import (
     BatchesSettled,
     BatchFailed,
@@ -154,10 +155,10 @@ class TransactionEngine:
     def _on_engine_step(self) -> None:
         """Report what the last step of the sender changed."""
         manager, engine = self.manager, self._engine
-        if engine.handed and not manager.handed:
+        if engine.sender.handed and not manager.handed:
             self._step(BatchHanded())
-        if engine.failed is not None and manager.committable:
-            self._step(BatchFailed(engine.failed))
+        if engine.sender.failed is not None and manager.committable:
+            self._step(BatchFailed(engine.sender.failed))
         if manager.ending and engine.settled:
             self._step(BatchesSettled())
 
@@ -195,7 +196,7 @@ class TransactionEngine:
             elif effect.name == "fatal":
                 name, error = self.manager.transactional_id, effect.value
                 _log.error("producer %s can send nothing more: %s", name, error.message)
-                self._engine.fail(effect.value)
+                self._engine.step(ForceClose(effect.value))
 
     async def _ask(self, effect: Send) -> None:
         """Send one request, and hand the answer or the error to the machine (D3)."""
