@@ -95,6 +95,7 @@ WORLD_GENERIC = {
     "pk.server.replica.corruption",
     "pk.server.replica.deletions",
     "pk.server.replica.directory_writer",
+    "pk.server.replica.fetch_state",
     "pk.server.replica.fetcher",
     "pk.server.replica.fetcher_manager",
     "pk.server.replica.markers",

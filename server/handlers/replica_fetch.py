@@ -9,9 +9,9 @@ Invariants
   F1  A replica's offsets count only after its log was compared with this one in this leader epoch,
       and only for the compared position.  A replica that has left the ISR is compared again.  A
       newer registration of the broker invalidates an older one, and a newer position invalidates
-      older ones on any stream.  A pending ISR change may rely on a larger log end than a returning
-      replica now has.  The log of the replica is then compared only after the controller has
-      decided the change (R2).
+      older ones on any stream of the broker (R12).  A pending ISR change may rely on a larger log
+      end than a returning replica now has.  The log of the replica is then compared only after
+      the controller has decided the change (R2).
   F2  A replica learns of a new high watermark within TELL_MS, with data or without.
   F3  If retention removes records that a replica still has to fetch, for example while the replica
       is filled, the leader answers it with START_AT (R5).
@@ -125,7 +125,11 @@ class ReplicaEnd:
                 self._confirm(key, position, item.log_end, item.log_start)
 
     def full(self, request: wire.FetchRequest) -> None:
-        """Let replicas with full disks leave the ISR: they would hold the watermark back (L16)."""
+        """Let replicas with full disks leave the ISR: they would hold the watermark back (L16).
+
+        A report of an older position may arrive after the replica has stored again on another
+        stream, and an idle log would not withdraw it.  Followers of older builds name no position.
+        """
         for item in request.full:
             partition = self._partitions.get(PartitionKey(item.topic_id, item.partition))
             leader = None if partition is None else partition.leader
@@ -134,6 +138,10 @@ class ReplicaEnd:
                 and leader is not None
                 and leader.leader_epoch == item.leader_epoch
                 and leader.broker_epoch_of(self.replica) in (NONE, self.broker_epoch)
+                and (
+                    not item.position_id
+                    or leader.is_newest(self.replica, self.broker_epoch, item.position_id)
+                )
             ):
                 leader.on_follower_full(self.replica)
                 self._alter_partition.consider(partition)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from pk import errors
 from pk.server.replica.purgatory import LEAVES_OPEN, Parked
+from pk.server.replica.watchers import Credit
 from pk.types import NONE, Epoch, Offset
 
 
@@ -20,6 +21,7 @@ class DelayedProduce:
         "append_time_ms",
         "base_offset",
         "correlation_id",
+        "credit",
         "deadline_ms",
         "index",
         "last_offset",
@@ -37,7 +39,9 @@ class DelayedProduce:
         index: int,
         acks: int,
         deadline_ms: int,
+        credit: Credit | None = None,
     ) -> None:
+        self.credit = credit  #: of the fetch stream on which the batches came; None = a client's
         self.sink = sink  #: receives the reply; None = no client waits, the entry only counts bytes
         self.correlation_id = correlation_id
         self.index = index
@@ -50,6 +54,12 @@ class DelayedProduce:
         self.append_time_ms = NONE
         self.log_start: Offset = NONE
         self.parked: Parked[DelayedProduce] | None = None
+
+    def completed(self) -> int:
+        """Return the credit of batches that are written or undone; returns their bytes."""
+        if self.credit is not None:
+            self.credit.written(self.size)
+        return self.size
 
     def answer(self, error: errors.PkError | None) -> None:
         """Send the reply; only the first call does (replica/partition H1).

@@ -1,18 +1,26 @@
-"""This broker's follower replicas: one fetch stream to each broker that leads some of them.
+"""One fetch stream of this broker, and the follower replicas that it serves.
 
-World-generic.  A replica sets its fetch position at the leader once per leader epoch
+World-generic.  The manager (replica/fetcher_manager.py) decides which stream serves a replica.  A
+replica sets its fetch position at the leader once per leader epoch and stream
 (replica/follower.py).  From then on the leader sends what it appends (rule P4), the writer of the
 replica's directory writes it, and the stream reports to the leader how far each log has come.  A
 follower confirms records that are WRITTEN, or SYNCED if the topic sets `flush_on_ack` (rule L2).
 
 Invariants
   F1  A replica fetches under the leader epoch that the metadata names.  It takes only data that
-      answers its newest position.
+      answers its newest position.  A replica is on one stream at a time, and positions have numbers
+      from one counter of the broker.  So the leader and the follower drop what an older position,
+      of this stream or another, still sends.
   F2  Before the position is set, every append to the log is written or undone, because the leader
       compares the log's end.
   F3  A follower truncates its log, or replaces it with an empty one, only when the current leader's
       answer requires it, and never below the high watermark of a clean history (rule R4).
-  F4  The credits of a stream bound the bytes that are fetched and not yet written.
+  F4  The credits of a stream bound the bytes that are fetched and not yet written
+      (replica/fetch_limits K1).
+  F5  A replica that a reassignment adds sets its position only in its turn (replica/fetch_limits
+      K2).  The turn ends when the log has reached the leader's high watermark.  It also ends when
+      the replica has to wait, because the leader refused it or its disk is full.  So the others do
+      not wait for it.
 """
 
 from __future__ import annotations
@@ -29,95 +37,42 @@ from pk.log.divergence import EpochEnd
 from pk.log.manager import LogManager
 from pk.log.storage import Buffer
 from pk.server.metadata.cache import MetadataCache
-from pk.server.metadata.image import PartitionState
 from pk.server.replica import follower
 from pk.server.replica.context import BrokerClocks, ControllerChannel, Environment
+from pk.server.replica.fetch_limits import CopyTurns, FetchCredit, FetcherId
+from pk.server.replica.fetch_state import PartitionFetchState
 from pk.server.replica.partition import Partition
 from pk.server.replica.state import HostedReplicas
 from pk.tasks import TaskRegistry
-from pk.types import NONE, Epoch, NodeId, Offset, PartitionKey
+from pk.types import NONE, Offset, PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import head_of, open_stream
 from pk.world import Disconnected, Stream, StreamKind
 
 BACKOFF_MS = (50, 1_000)
-#: The waits of a replica that the leader refused, before it asks again: the wait doubles with each
-#: refusal.  A new leader learns of its election within milliseconds.
-AGAIN_MS = (10, 500)
 #: The wait of a replica whose disk is full.
 FULL_MS = 1_000
 CONNECT_MS = 5_000
-#: The most positions in a request, and the most bytes of a partition in a frame.
+#: The most positions in a request.
 POSITIONS_MAX = 1_000
-PARTITION_BYTES = 4 * limits.MIB
 
 
-class PartitionFetchState:
-    """One partition that this broker follows."""
-
-    __slots__ = (
-        "fetcher",
-        "leader_epoch",
-        "log_start",
-        "owed",
-        "partition",
-        "placed",
-        "position_id",
-        "refusals",
-        "unclean_epoch",
-    )
-
-    def __init__(
-        self, fetcher: ReplicaFetcher, partition: Partition, state: PartitionState
-    ) -> None:
-        self.fetcher = fetcher
-        self.partition = partition
-        self.leader_epoch: Epoch = state.leader_epoch
-        self.unclean_epoch: Epoch = state.unclean_epoch
-        #: number of the newest position; answers to older ones are dropped (F1)
-        self.position_id = 0
-        self.placed = False  #: the position was sent, or will be, and the log still ends there
-        self.log_start: Offset = 0  #: the leader's log start
-        self.refusals = Backoff(AGAIN_MS)  #: refusals in a row
-        self.owed = 0  #: bytes that were handed to the log and are not stored yet (F4)
-
-    @property
-    def key(self) -> PartitionKey:
-        return self.partition.key
-
-    @property
-    def current(self) -> bool:
-        return self.partition.replica is self
-
-    def stored(self, size: int) -> None:
-        """Confirm `size` stored bytes to the leader (watchers.Follows)."""
-        self.fetcher.stored(self, size)
-
-    def log_start_moved(self) -> None:
-        """Report the new log start to the leader (watchers.Follows)."""
-        self.fetcher.stored(self, 0)
-
-    def not_stored(self, error: errors.PkError) -> None:
-        """Return the credit of undone appends, and fetch them again (watchers.Follows)."""
-        self.fetcher.stored(self, self.owed)
-        if isinstance(error, errors.StorageFull):
-            self.fetcher.storage_full(self)
-        else:
-            self.fetcher.again(self)
-
-
-class ShapeChanges(Protocol):
-    """Truncations and replacements of logs (replica/fetcher_manager.py)."""
+class FetcherOwner(Protocol):
+    """What the fetchers of a broker share (replica/fetcher_manager.py)."""
 
     @property
     def changing(self) -> TaskRegistry: ...
 
     async def wait_until_idle(self, partition: Partition) -> None: ...
 
+    def next_position_id(self) -> int: ...
+
+    def connected(self, fetcher: ReplicaFetcher) -> None: ...
+
 
 class ReplicaFetcher:
-    """The fetch stream to one leader, and the replicas that it serves."""
+    """One fetch stream to a leader, and the replicas that it serves."""
 
     def __init__(
         self,
@@ -128,8 +83,8 @@ class ReplicaFetcher:
         metadata: MetadataCache,
         controller: ControllerChannel,
         clocks: BrokerClocks,
-        shapes: ShapeChanges,
-        leader: NodeId,
+        owner: FetcherOwner,
+        of: FetcherId,
     ) -> None:
         self._env = env
         self._hello = hello
@@ -138,44 +93,72 @@ class ReplicaFetcher:
         self._metadata = metadata
         self._controller = controller
         self._clocks = clocks
-        self._shapes = shapes
-        self.leader = leader
+        self._owner = owner
+        self.leader = of.leader
+        self._partition_bytes = of.partition_bytes
         self._replicas: dict[PartitionKey, PartitionFetchState] = {}
         self._tasks = TaskRegistry(partial(env.bug, "following a leader"))
         self._started = False
+        self._expected = False  #: a replica comes to this stream once it is connected
         self._stream: Stream | None = None
         self._jitter = equal_jitter(env.world.rng)
         self._session: tuple[str, int] = ("", NONE)  #: address and broker epoch of the stream
         self._positions: deque[PartitionFetchState] = deque()  #: positions to set
-        self._position_id = 0  #: the number of the newest position
         self._confirm: dict[PartitionKey, PartitionFetchState] = {}
         self._forget: list[PartitionKey] = []
         self._full: dict[
             PartitionKey, PartitionFetchState
         ] = {}  #: replicas whose disk had no room for the fetched data (L16)
-        self._owed = 0  #: credit that returns when the fetched bytes are written
-        self._credit = 0  #: credit to grant with the next request
+        self._turns = CopyTurns()  #: of the replicas that are being added (F5)
         self._wake = asyncio.Event()
+        self.credit = FetchCredit(of.credit_bytes, self._wake.set)
         self._poked = asyncio.Event()  #: set when the stream should connect now
 
     # -- replicas ----------------------------------------------------------------------------------
 
-    def add(self, replica: PartitionFetchState) -> None:
-        self._replicas[replica.key] = replica
+    @property
+    def is_connected(self) -> bool:
+        return self._stream is not None
+
+    def expect(self) -> None:
+        """Connect: a replica will move to this stream (FetcherOwner.connected)."""
+        self._expected = True
+        self._start()
+
+    def _start(self) -> None:
         if not self._started:
             self._started = True
             self._tasks.spawn(self._run())
         self._poked.set()
+
+    def add(self, replica: PartitionFetchState) -> None:
+        self._replicas[replica.key] = replica
+        self._start()
         self._place_soon(replica)
 
     def remove(self, replica: PartitionFetchState) -> None:
         if self._replicas.get(replica.key) is replica:
+            self._end_turn(replica)
             del self._replicas[replica.key]
             self._confirm.pop(replica.key, None)
             self._full.pop(replica.key, None)
             self._forget.append(replica.key)
-            self._returns(replica, replica.owed)
             self._wake.set()
+
+    def copied(self, replica: PartitionFetchState) -> None:
+        """Note that `replica` needs no turn any more: it has caught up, or is not being added."""
+        if replica.copying:
+            replica.copying = False
+            self._end_turn(replica)
+            if not replica.placed:
+                self._place_soon(replica)
+
+    def _end_turn(self, replica: PartitionFetchState) -> None:
+        """End the turn of `replica`, or its wait for one; the next waiting replica begins (F5)."""
+        if self._replicas.get(replica.key) is replica:
+            following = self._turns.leave(replica.key)
+            if following is not None:
+                self._place_soon(self._replicas[following])
 
     def look_again(self) -> None:
         """Close a stream whose address or broker epoch is outdated; else connect without delay."""
@@ -186,6 +169,7 @@ class ReplicaFetcher:
     def again(self, replica: PartitionFetchState, wait_ms: int = 0) -> None:
         """Set the position of `replica` again after a back-off of at least `wait_ms`."""
         replica.placed = False
+        self._end_turn(replica)
         self._tasks.spawn(self._later(replica, max(wait_ms, replica.refusals.next_ms())))
 
     def storage_full(self, replica: PartitionFetchState) -> None:
@@ -203,35 +187,32 @@ class ReplicaFetcher:
             self._tasks.spawn(self._place(replica))
 
     async def _place(self, replica: PartitionFetchState) -> None:
-        """Set the fetch position once every append to the log is written or undone (F2)."""
+        """Set the fetch position once every append to the log is written or undone (F2), and it is
+        the replica's turn (F5).
+        """
         replica.placed = False
-        await self._shapes.wait_until_idle(replica.partition)
-        if replica.current and not replica.placed:
+        await self._owner.wait_until_idle(replica.partition)
+        if replica.current and not replica.placed and self._may_fetch(replica):
             if replica.partition.log.blank:
-                if replica.key not in self._shapes.changing:
+                if replica.key not in self._owner.changing:
                     self._change(replica, self._begin_blank(replica))
                 return
             # An unclean leader may lack what its predecessor had committed beyond this log's end.
             replica.partition.cut_watermark(replica.partition.log.written_end)
-            self._position_id += 1  # F1: answers to an older position may still arrive
-            replica.position_id = self._position_id
+            replica.position_id = self._owner.next_position_id()  # F1
             replica.placed = True
             self._confirm.pop(replica.key, None)
             self._positions.append(replica)
             self._wake.set()
 
-    def stored(self, replica: PartitionFetchState, size: int) -> None:
-        """Confirm the replica's new end to the leader, after `size` fetched bytes were stored."""
-        self._returns(replica, size)
+    def _may_fetch(self, replica: PartitionFetchState) -> bool:
+        return not replica.copying or self._turns.take(replica.key)
+
+    def stored(self, replica: PartitionFetchState) -> None:
+        """Confirm the replica's new end, or its new log start, to the leader."""
         if replica.placed:
             self._confirm[replica.key] = replica
-        self._wake.set()
-
-    def _returns(self, replica: PartitionFetchState, size: int) -> None:
-        """Return the credit of `size` bytes that were stored, undone or dropped (F4)."""
-        replica.owed -= (returned := min(size, replica.owed))
-        self._owed -= (returned := min(returned, self._owed))
-        self._credit += returned
+            self._wake.set()
 
     # -- life --------------------------------------------------------------------------------------
 
@@ -250,7 +231,7 @@ class ReplicaFetcher:
         """
         backoff = Backoff(BACKOFF_MS, self._jitter)
         while True:
-            if self._replicas:
+            if self._replicas or self._expected:
                 try:
                     await self._connection()
                     backoff.reset()
@@ -260,7 +241,8 @@ class ReplicaFetcher:
                         self._env.metrics.refused(cause)
                 except Exception as bug:
                     self._env.bug("fetching from a leader", bug)
-            if await self._pause(backoff.next_ms() if self._replicas else None):
+            wanted = self._replicas or self._expected
+            if await self._pause(backoff.next_ms() if wanted else None):
                 backoff.reset()
 
     async def _pause(self, wait_ms: float | None) -> bool:
@@ -292,10 +274,11 @@ class ReplicaFetcher:
         self._confirm.clear()
         self._forget.clear()
         self._full.clear()
-        self._owed, self._credit = 0, limits.FETCH_CREDIT_BYTES
+        self.credit.opened()
+        self._expected = False
         for replica in list(self._replicas.values()):
-            replica.owed = 0
             self._place_soon(replica)
+        self._owner.connected(self)
         writer = self._tasks.spawn(self._write(stream, session[1]))
         try:
             while (raw := await stream.recv()) is not None:
@@ -326,15 +309,15 @@ class ReplicaFetcher:
         """Build the request with all new positions, confirmations and credit; None = nothing to
         send.
         """
-        if not (self._positions or self._confirm or self._forget or self._credit or self._full):
+        due = self._positions or self._confirm or self._forget or self._full or self.credit.due
+        if not due:
             return None
         request = wire.FetchRequest(
             replica_id=self._env.node_id,
             replica_epoch=broker_epoch,
             max_bytes=limits.FRAME_BYTES,
-            credit_bytes=self._credit,
+            credit_bytes=self.credit.take(),
         )
-        self._credit = 0
         forget, self._forget = self._forget, []
         for key in forget:
             if key not in self._replicas:
@@ -345,9 +328,13 @@ class ReplicaFetcher:
                 self._add_position(request, replica)
         full, self._full = self._full, {}
         for key, replica in full.items():
-            request.full.add(
-                topic_id=key.topic_id, partition=key.partition, leader_epoch=replica.leader_epoch
-            )
+            if replica.current:
+                request.full.add(
+                    topic_id=key.topic_id,
+                    partition=key.partition,
+                    leader_epoch=replica.leader_epoch,
+                    position_id=replica.position_id,
+                )
         confirm, self._confirm = self._confirm, {}
         for key, replica in confirm.items():
             if replica.current and replica.placed:
@@ -377,7 +364,7 @@ class ReplicaFetcher:
             fetch_offset=end,
             last_fetched_epoch=log.epochs.epoch_of(end - 1) if end > 0 else NONE,
             log_start=log.log_start,
-            partition_max_bytes=PARTITION_BYTES,
+            partition_max_bytes=self._partition_bytes,
         )
 
     async def _sync(self, replica: PartitionFetchState) -> None:
@@ -404,60 +391,52 @@ class ReplicaFetcher:
             end = at + entry.payload_bytes
             if end > len(frame.payload):
                 raise errors.CorruptBatch("a fetch frame is shorter than its head says")
-            self._owed += entry.payload_bytes
-            if not self._take_entry(entry, frame.payload[at:end]):
-                self._give_back(entry.payload_bytes)
+            self.credit.received(entry.payload_bytes)
+            self._take_entry(entry, frame.payload[at:end])
             at = end
-
-    def _give_back(self, size: int) -> None:
-        self._owed -= size
-        self._credit += size
-        if size:
+        if self.credit.due:  # of dropped payloads
             self._wake.set()
 
-    def _take_entry(self, entry: wire.FetchedPartition, payload: Buffer) -> bool:
-        """Append the batches of one entry; return False if the log did not get the payload."""
+    def _take_entry(self, entry: wire.FetchedPartition, payload: Buffer) -> None:
+        """Append the batches of one entry, or do what the answer requires."""
         replica = self._replicas.get(PartitionKey(entry.topic_id, entry.partition))
         if replica is None or entry.position_id != replica.position_id or not replica.placed:
-            return False  # F1
+            return  # F1
         if entry.HasField("error"):
             self._env.metrics.refused(frames.raise_error(entry.error))
             self.again(replica)
-            return False
-        if entry.HasField("diverging"):
+        elif entry.HasField("diverging"):
             divergence = entry.diverging
             theirs = EpochEnd(divergence.epoch, divergence.end_offset)
             self._change(replica, self._cut(replica, theirs))
-            return False
-        if entry.HasField("start_at"):
+        elif entry.HasField("start_at"):
             self._change(replica, self._start_anew(replica, entry.start_at, entry.log_start))
-            return False
-        return self._append(replica, entry, payload)
+        else:
+            self._append(replica, entry, payload)
 
     def _append(
         self, replica: PartitionFetchState, entry: wire.FetchedPartition, payload: Buffer
-    ) -> bool:
-        partition, taken = replica.partition, bool(entry.payload_bytes)
-        if taken:
+    ) -> None:
+        partition = replica.partition
+        if entry.payload_bytes:
+            now_ms = self._clocks.now().activity_ms
             try:
-                partition.append_fetched(
-                    payload, self._clocks.now().activity_ms, entry.leader_epoch
-                )
+                partition.append_fetched(payload, now_ms, entry.leader_epoch, self.credit)
             except errors.PkError as error:
                 self._env.metrics.refused(error)
                 self._env.warn(
                     "fetched_batch_refused", partition=str(partition), error=error.message
                 )
                 self.again(replica)
-                return False
+                return
         replica.refusals.reset()
         if self._hosted.compared(replica.key):  # broker/metadata_publisher M8
             self._controller.replica_online(replica.key)
-        replica.owed += entry.payload_bytes
         partition.update_high_watermark(entry.high_watermark)
         replica.log_start = entry.log_start
         partition.update_retention(entry.log_start, entry.tiered_end, entry.droppable_end)
-        return taken
+        if partition.log.log_end >= entry.high_watermark:
+            self.copied(replica)
 
     # -- changes of the log's shape ----------------------------------------------------------------
 
@@ -467,7 +446,7 @@ class ReplicaFetcher:
         Nothing else changes the log meanwhile.
         """
         replica.placed = False
-        changing, key = self._shapes.changing, replica.key
+        changing, key = self._owner.changing, replica.key
         assert key not in changing, "a position is answered once"
         task = changing.spawn(self._try(replica, work), key)
 

@@ -40,7 +40,7 @@ from pk.server.replica.leader import ACKS_ALL, Leader
 from pk.server.replica.offset_checks import check_position, offset_violations
 from pk.server.replica.state import IllegalTransition, ReplicaEvent, ReplicaState
 from pk.server.replica.tier_state import TierState, known_below, tier_has_what_left
-from pk.server.replica.watchers import EndWatcher, Follows, Watcher
+from pk.server.replica.watchers import Credit, EndWatcher, Follows, Watcher
 from pk.types import NONE, READ_COMMITTED, Epoch, NodeId, Offset, PartitionKey
 from pk.wire import pk_pb2 as wire
 
@@ -291,7 +291,7 @@ class Partition:
         size = 0
         while self._inflight and self._inflight[0].last_offset < done.written_end:
             delayed = self._inflight.popleft()
-            size += delayed.size
+            size += delayed.completed()
             if leader is not None:
                 self._settle(delayed, leader)
         self.writer.done(size)
@@ -302,14 +302,14 @@ class Partition:
         elif self.replica is not None and leader is None:
             self._follow_log_start()
             self._host.partition_moved(self)
-            self.replica.stored(size)
+            self.replica.stored()
 
     def _undo(self, done: Completion, error: errors.PkError) -> None:
         """Fail everything that was decided since the last written end, after a failed write
         (H5).
         """
         every, self._inflight = self._inflight, deque()
-        self.writer.done(sum(delayed.size for delayed in every))
+        self.writer.done(sum(delayed.completed() for delayed in every))
         for delayed in every:
             delayed.answer(self.client_error(error))
         if self.leader is not None:
@@ -464,7 +464,7 @@ class Partition:
         if self.leader is not None and self.leader.on_local_end(self.log.written_end, synced_end):
             self.watermark_moved()
         if self.replica is not None:
-            self.replica.stored(0)
+            self.replica.stored()
 
     def reconfigure(self, settings: Mapping[str, Any], epoch: Epoch, *, tiered: bool) -> None:
         """Take over the topic's settings as of leader epoch `epoch`.
@@ -487,13 +487,13 @@ class Partition:
 
     # -- following -------------------------------------------------------------------------------
 
-    def append_fetched(self, payload: Buffer, now_ms: int, epoch: Epoch) -> None:
-        """Append the batches that the leader of `epoch` sent, unchanged.
+    def append_fetched(self, payload: Buffer, now_ms: int, epoch: Epoch, credit: Credit) -> None:
+        """Append the batches that the leader of `epoch` sent, unchanged; they take `credit`.
 
         Raises `CorruptBatch`, `FencedLeaderEpoch`; the batches before the bad one are appended.
         """
         assert self.leader is None, "a leader does not follow"
-        delayed = DelayedProduce(None, 0, 0, 0, 0)
+        delayed = DelayedProduce(None, 0, 0, 0, 0, credit)
         try:
             for header, raw in batches.iter_batches(payload):
                 batches.check(raw)
@@ -502,6 +502,7 @@ class Partition:
                 delayed.last_offset = done.last_offset
         finally:
             if delayed.size:
+                credit.queued(delayed.size)
                 self._inflight.append(delayed)
                 self.writer.submit(self, delayed.size)
 

@@ -26,11 +26,23 @@ class EndWatcher(Watcher, Protocol):
     def watermark_moved(self, key: PartitionKey) -> None: ...
 
 
+class Credit(Protocol):
+    """The credit of the stream on which batches were fetched (fetch_limits.py)."""
+
+    def queued(self, size: int) -> None:
+        """React to `size` received bytes that the log will write."""
+        ...
+
+    def written(self, size: int) -> None:
+        """React to `size` queued bytes that are written or undone."""
+        ...
+
+
 class Follows(Protocol):
     """This broker's replica while another broker leads (fetcher.py)."""
 
-    def stored(self, size: int) -> None:
-        """React to `size` fetched bytes that are WRITTEN, or SYNCED if the topic sets
+    def stored(self) -> None:
+        """React to fetched records that are WRITTEN, or SYNCED if the topic sets
         `flush_on_ack`.
         """
         ...

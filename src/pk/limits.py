@@ -27,8 +27,11 @@ PRODUCE_FRAMES_QUEUED_MAX = 4
 WRITE_QUEUE_BYTES_MAX = 64 * MIB
 #: Replies parked in purgatory per broker; beyond it requests fail with THROTTLED.
 PURGATORY_MAX = 100_000
-#: Credits that a consumer grants to one broker at the start.
+#: Credits that a consumer grants to one broker at the start, and a follower for in-sync replicas.
 FETCH_CREDIT_BYTES = 16 * MIB
+#: Credits that a follower grants for replicas that catch up: one frame is written while the next is
+#: on the way.  More would let in-sync replicas of the same directory wait longer for their writes.
+CATCH_UP_CREDIT_BYTES = 2 * FRAME_BYTES
 #: Control streams per connection, each of which may hold a half-received request.  A process of pk
 #: has one connection per peer, and on it one stream per client.
 CONTROL_STREAMS_MAX = 256

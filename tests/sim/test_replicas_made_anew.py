@@ -78,22 +78,31 @@ def test_a_replica_damaged_outside_the_isr_is_made_anew(make: Any) -> None:
 
 def test_what_was_on_its_way_to_a_replica_made_anew_is_no_answer_to_it(make: Any) -> None:
     """replica/fetcher F1, broker/metadata_publisher M8: the leader has not compared the new log,
-    but its answer for the old log arrives on the same stream.
+    but its answer for the old log arrives on the old log's stream, or on the new one's.
     """
     kit = make(26, auto_leader_rebalance_enable=False)
     kit.create("t", min_insync_replicas=2)
     ledger = written(kit, "t", 100)
     _, n = outside(kit, "t")
     old: Any = kit.replica(n, "t").replica
-    key, fetcher, replicas = old.key, old.fetcher, kit.brokers[n].core.replicas
+    key, replicas = old.key, kit.brokers[n].core.replicas
     stale = wire.FetchedPartition(topic_id=key.topic_id, partition=0, high_watermark=100)
     kit.sim.network.heal(f"b{n}", "controller")
     damage(kit, "t", n)
-    kit.until(lambda: fetcher._replicas.get(key, old) is not old and fetcher._replicas[key].placed)
+    new: Any = None
+
+    def placed() -> bool:
+        nonlocal new
+        partition = kit.brokers[n].core.partitions.get(key)
+        new = None if partition is None else partition.replica
+        return new not in (None, old) and new.placed
+
+    kit.until(placed)
     assert key in replicas.uncompared
     for position_id in range(1, old.position_id + 1):
         stale.position_id = position_id
-        fetcher._take_entry(stale, b"")
+        for fetcher in (old.fetcher, new.fetcher):
+            fetcher._take_entry(stale, b"")
     assert key in replicas.uncompared
     kit.until(lambda: len(kit.state("t").isr) == 3)
     ledger.check()

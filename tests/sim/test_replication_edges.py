@@ -112,7 +112,7 @@ def test_credit_of_what_was_not_stored_comes_back(make: Any) -> None:
         ledger.more(50)
     ledger.stop()
     kit.until(lambda: kit.in_sync("t"))
-    assert fetcher._owed == 0
+    assert fetcher.credit.unwritten == 0
 
 
 def test_credit_of_a_partition_that_went_comes_back(make: Any) -> None:
@@ -127,7 +127,7 @@ def test_credit_of_a_partition_that_went_comes_back(make: Any) -> None:
     kit.until(lambda: replica.writer.queued_bytes > 0)
     kit.brokers[n].core.fetchers.leave(replica)
     kit.until(lambda: replica.writer.queued_bytes == 0)
-    assert fetcher._owed == 0
+    assert fetcher.credit.unwritten == 0
 
 
 @pytest.mark.parametrize("back", [True, False])

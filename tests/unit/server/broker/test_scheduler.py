@@ -10,12 +10,15 @@ import pytest
 from pk import errors
 from pk.server.broker.retention import TICK_MS
 from pk.server.broker.scheduler import GAUGES_MS, BrokerScheduler
+from pk.server.replica.fetch_limits import FetchCredit
 from pk.sim.disk import SimDisk, SimStorage
 from pk.types import NONE
 from pk.wire import pk_pb2 as wire
 from pk.world import StreamKind
 
 HOUR = 3_600_000
+#: Of a stream that no test looks at.
+CREDIT = FetchCredit(1 << 20, lambda: None)
 
 
 @pytest.fixture
@@ -280,7 +283,7 @@ class Following:
     def __init__(self) -> None:
         self.told = 0  #: how often a log start was reported to the leader
 
-    def stored(self, size: int) -> None: ...
+    def stored(self) -> None: ...
 
     def log_start_moved(self) -> None:
         self.told += 1
@@ -366,7 +369,7 @@ def test_a_deletion_is_followed_as_the_log_is_written(
         await segments(rig, kit, 1)
         follows(partition)
         scheduler.start()
-        partition.append_fetched(kit.batch(3, base_offset=1, leader_epoch=0), 0, 0)
+        partition.append_fetched(kit.batch(3, base_offset=1, leader_epoch=0), 0, 0, CREDIT)
         partition.update_high_watermark(4)
         partition.update_retention(3, -1, 0)
         rig.core.due.retain_now.clear()  # that visit came before the write
@@ -429,7 +432,7 @@ def test_flush_ms_holds_for_replicas(rig: Any, kit: Any, scheduler: BrokerSchedu
         follows(partition)
         scheduler.start()
         await rig.mine.clock.sleep_ms(1_500)  # the records that it led with are flushed
-        partition.append_fetched(kit.batch(3, leader_epoch=0), 0, 0)
+        partition.append_fetched(kit.batch(3, leader_epoch=0), 0, 0, CREDIT)
         await rig.mine.clock.sleep_ms(1_500)
         assert partition.log.synced_end == 3
         await scheduler.close()
