@@ -83,6 +83,15 @@ class InSync:
         known.end, known.confirmed_ms, known.leader_end = end, now_ms, leader_end
         known.broker_epoch, known.log_start = broker_epoch, log_start
 
+    def leader_appends(self, log_end: Offset, now_ms: int) -> None:
+        """Note that the leader appends to its log, which ended at `log_end` until now.
+
+        Followers that had everything were caught up until now, however long ago they confirmed it.
+        """
+        for known in self._known.values():
+            if known.end >= log_end:
+                known.caught_up_ms = max(known.caught_up_ms, now_ms)
+
     def wanted(
         self,
         isr: Sequence[NodeId],

@@ -142,10 +142,12 @@ class Leader:
 
     # -- what happens ----------------------------------------------------------------------------
 
-    def on_local_end(self, written_end: Offset, synced_end: Offset) -> bool:
+    def on_local_end(self, written_end: Offset, synced_end: Offset, now_ms: int = 0) -> bool:
         """Take over the ends of the leader's own log.  True if the high watermark moved."""
         assert synced_end <= written_end, (synced_end, written_end)
         assert written_end >= self.high_watermark, "I1: nothing committed is ever cut by its leader"
+        if written_end > self._written_end:
+            self._followers.leader_appends(self._written_end, now_ms)
         self._written_end = written_end
         self._synced_end = synced_end
         return self._move()

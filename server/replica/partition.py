@@ -286,8 +286,10 @@ class Partition:
             self._advance(done)
 
     def _advance(self, done: Completion) -> None:
-        leader = self.leader
-        moved = leader is not None and leader.on_local_end(done.written_end, done.synced_end)
+        leader, now_ms = self.leader, self._host.now_ms
+        moved = leader is not None and leader.on_local_end(
+            done.written_end, done.synced_end, now_ms
+        )
         size = 0
         while self._inflight and self._inflight[0].last_offset < done.written_end:
             delayed = self._inflight.popleft()

@@ -579,3 +579,19 @@ def test_an_epoch_that_rotted_fences_nobody(make: Any, which: int) -> None:
     kit.until(lambda: kit.in_sync("t") and kit.state("t").leader != state.leader)
     assert kit.replica(n, "t").log.epochs.latest < 900
     ledger.check()
+
+
+def test_the_first_record_after_a_pause_costs_no_member_its_place(make: Any) -> None:
+    """replica/isr M1: the leader may look at its followers before they can confirm the record."""
+    kit = make(51, auto_leader_rebalance_enable=False)
+    kit.create("t", min_insync_replicas=2)
+    written(kit, "t", 20)
+    kit.wait(10_000)
+    leader, *others = kit.state("t").replicas
+    for n in others:
+        kit.sim.network.link(f"b{leader}", f"b{n}").delay_us = (1_200_000, 1_200_000)
+    epoch = kit.state("t").partition_epoch
+    ledger = Ledger(kit, "t")
+    ledger.more(1)
+    ledger.stop()
+    assert kit.state("t").partition_epoch == epoch

@@ -44,6 +44,18 @@ def test_a_follower_that_has_everything_may_be_silent() -> None:
     assert wanted(known, (1, 2), now_ms=10**9) == (1, 2)
 
 
+def test_a_member_of_an_idle_partition_has_the_whole_lag_from_the_next_append() -> None:
+    """replica/isr M1: it was not behind before, although its last confirmation is long ago."""
+    known = InSync((1, 2, 3), 0, now_ms=0)
+    known.fetched(2, 10, 10, now_ms=0, broker_epoch=20)
+    known.fetched(3, 9, 10, now_ms=0, broker_epoch=30)
+    known.leader_appends(10, now_ms=50_000)
+    assert wanted(known, (1, 2), log_end=11, now_ms=50_000 + LAG_MS) == (1, 2)
+    known.leader_appends(11, now_ms=50_500)
+    assert wanted(known, (1, 2), log_end=12, now_ms=50_001 + LAG_MS) == (1,)
+    assert wanted(known, (1, 3), log_end=11, now_ms=50_000, eligible={}) == (1,), "it was behind"
+
+
 def test_joining_needs_the_watermark_and_the_epochs_beginning() -> None:
     # replica/isr M2
     known = InSync((1,), 10, now_ms=0)
