@@ -274,6 +274,25 @@ def test_an_operator_finds_and_aborts_a_transaction(server: EmbeddedServer, topi
     pk("transactions", "describe", topic, server=server, code=1)
 
 
+def test_a_hanging_transaction_is_found(server: EmbeddedServer, topic: str) -> None:
+    """One that its coordinator knows hangs only if it is older than the maximum."""
+    with child(server.address, topic, 600_000):
+        looked = ("transactions", "find-hanging", "--topic", topic)
+        assert "no transaction hangs" in pk(*looked, server=server)
+        hanging = pk(*looked, "--max-timeout-ms", "1", "--json", server=server, code=1)["hanging"]
+        assert [(e["partition"], e["transactional_id"]) for e in hanging] == [
+            (n, topic) for n in range(3)
+        ]
+        with AdminClient(server.address) as admin:
+            (known,) = admin.describe_producers([TopicPartition(topic, 0)])[
+                TopicPartition(topic, 0)
+            ]
+            assert (known.transaction_start, known.producer_id) == (0, hanging[0]["producer_id"])
+            admin.abort_transaction(topic)
+        until(lambda: all(a == b for a, b in stable_ends(server.address, topic).values()), "open")
+        assert "no transaction hangs" in pk(*looked, "--max-timeout-ms", "1", server=server)
+
+
 def pk_state(server: EmbeddedServer, name: str) -> str:
     with AdminClient(server.address) as admin:
         (found,) = admin.describe_transactions([name])
