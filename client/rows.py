@@ -54,9 +54,16 @@ def binary_column(items: Sequence[bytes | None] | None, count: int) -> pa.Array:
     except TypeError:
         return pa.array(items, _BINARY)
     lengths = list(map(len, items))  # type: ignore[arg-type]
-    same = count and lengths.count(lengths[0]) == count  # then numpy need not convert the list
-    ends = np.full(count, lengths[0], np.uint32) if same else np.array(lengths, np.uint32)
-    return columns.binary(ends, memoryview(data))
+    first = lengths[0] if count else 0
+    offsets = np.zeros(count + 1, np.int32)
+    if lengths.count(first) == count:  # then numpy need not convert the list
+        offsets[1:] = first
+    else:
+        offsets[1:] = lengths
+    np.cumsum(offsets, out=offsets)
+    return pa.Array.from_buffers(
+        _BINARY, count, [None, pa.py_buffer(offsets), pa.py_buffer(data)], 0
+    )
 
 
 def rows_of(

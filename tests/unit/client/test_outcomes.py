@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -203,3 +204,25 @@ def test_what_a_full_disk_may_have_taken_is_not_sent_anew(bench: Any, acks: str)
         assert len(asked) == 2
     else:
         assert set(asked) == {(0, 0), (0, 1)}
+
+
+def test_a_thread_that_waits_for_memory_wakes_when_the_producer_ends(bench: Any) -> None:
+    """The end fails all records, which releases their memory; the accumulator then refuses more."""
+    b = bench(buffer_memory=4_096, batch_size=1_024)
+    b.cluster.create("t")
+    b.broker.on_produce = lambda log, header: SILENT
+
+    async def work() -> None:
+        accumulator = await b.engine.open("t", 5_000)
+        while accumulator.append(bytes(1_000), size=1_000) is not None:
+            b.engine.poke()
+        await b.world.clock.sleep_ms(100)
+        waiter = threading.Thread(target=b.engine.pool.wait, args=(1_000, 30))
+        waiter.start()
+        await b.engine.close()
+        waiter.join(10)
+        assert not waiter.is_alive()
+        with pytest.raises(errors.ClosedError):
+            accumulator.append(b"x", size=17)
+
+    b.run(work)
