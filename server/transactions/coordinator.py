@@ -13,6 +13,8 @@ Invariants
   N4  No reply leaves a broker without contact to the controller: another broker may coordinate the
       partition by then.
   N5  No transaction times out, and no id is forgotten, while the clock is not trusted (rule L10).
+  N6  A timeout passes by the wall clock, or by the monotonic clock since this broker coordinates
+      the transaction.  The time in the record may come from a clock that was ahead.
   N6  A decision to commit is SYNCED before its reply if a topic of the transaction has
       `flush_on_ack`.  Otherwise it is as durable as the records, in the page caches of replicas.
 """
@@ -77,6 +79,8 @@ class _Hosted:
         self.resumed: Any = None  #: the machine whose prepared transactions were taken up (N3)
         self.deadlines: dict[str, commands.TransactionBegan] = {}
         self.endings: dict[str, Ending] = {}
+        #: by id and pair: the monotonic time at which `late` first saw the transaction
+        self._seen_ms: dict[tuple[str, ProducerId, int], int] = {}
         self._next = 0
         self._spare: list[ProducerId] = []
 
@@ -84,6 +88,16 @@ class _Hosted:
         """End the host; what waits is refused."""
         await self.host.close()
         self._log.close()
+
+    def late(self, wall_ms: int, now_ms: int) -> list[commands.TransactionBegan]:
+        """Return the transactions whose timeout has passed (N6)."""
+        opened = {each[:3]: each for each in self.deadlines.values()}
+        seen = self._seen_ms = {name: self._seen_ms.get(name, now_ms) for name in opened}
+        return [
+            each
+            for name, each in opened.items()
+            if max(wall_ms - each.started_ms, now_ms - seen[name]) > each.timeout_ms
+        ]
 
     def fresh_id(self) -> ProducerId:
         """Return a producer id that was never used."""
@@ -290,9 +304,7 @@ class TransactionCoordinators:
         now_ms = self._clocks.trusted_ms()
         if now_ms is None or not self._contact.in_contact():
             return
-        late = [
-            each for each in hosted.deadlines.values() if now_ms - each.started_ms > each.timeout_ms
-        ]
+        late = hosted.late(now_ms, self._env.now_ms)
         try:
             if late:
                 timed_out = tuple(
