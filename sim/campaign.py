@@ -39,6 +39,7 @@ from pk.sim.options import BROKER, CONTROLLER, SimOptions, drawn
 from pk.sim.oracle import Oracle, Outcome, Topic
 from pk.sim.readers import SimConsumer, read_all, rows_of
 from pk.sim.samples import Observer
+from pk.sim.transaction_run import STABLE_MS, TransactionRun
 from pk.sim.workload import SimAdmin, SimProducer
 from pk.sim.world import SimClock, SimWorld
 from pk.tiering import layout
@@ -144,6 +145,18 @@ class Run:
         self.admin: SimAdmin | None = None
         self.troubles: list[str] = []
         self.tiered_rows = 0
+        self.transactions: TransactionRun | None = None
+        if self.options.transactions:
+            self.transactions = TransactionRun(
+                self.world,
+                self.cluster,
+                self.observer,
+                self.oracle,
+                self.counts,
+                self._trouble,
+                self._bounds_of,
+            )
+            self.faults.transactions.coordinator_of = self.transactions.samples.coordinator_of
         self._clock = SimClock(self.world.loop)
         self._bounds: dict[PartitionKey, PartitionSample] = self.observer.latest
         self._ticks = 0
@@ -197,6 +210,8 @@ class Run:
                 producer.start()
             for consumer in self.consumers:
                 consumer.start()
+            if self.transactions is not None:
+                self.transactions.start_client(world, life)
 
         self.producers.clear()
         self.consumers.clear()
@@ -262,6 +277,7 @@ class Run:
                 told[f"told of {of}"] = told.get(f"told of {of}", 0) + count
         report.counts = {
             **self.counts,
+            **(self.transactions.figures() if self.transactions is not None else {}),
             **told,
             **self.cluster.store.counts,
             **self.faults.met,
@@ -286,6 +302,8 @@ class Run:
     def _look(self) -> None:
         """Check everything that must always hold, once."""
         self.observer.look_at_all()
+        if self.transactions is not None:
+            self.transactions.samples.look()
         self._complain()
 
     def _complain(self) -> None:
@@ -318,6 +336,8 @@ class Run:
         )
         chores = self.world.spawn("admin", self.admin.run())
         self.world.spawn("operator", self.operator.run())
+        if self.transactions is not None:
+            self.transactions.start()
         options = self.options
         ticks, left_ms = 0, options.fault_ms
         while left_ms > 0 and ticks * options.tick_ms < 4 * options.fault_ms:
@@ -333,6 +353,8 @@ class Run:
         self.faults.heal()
         self.operator.clocks_are_right()
         self.admin.resting = True
+        if self.transactions is not None:
+            self.transactions.rest()
         await self._until("chores end", lambda: "" if chores.done() else "a chore goes on")
         chores.result()
 
@@ -350,12 +372,14 @@ class Run:
         self.faults.rarer = 1 if enough or share < LATE else RARER
         return enough
 
-    async def _until(self, what: str, why_not: Any) -> None:
-        deadline = self._clock.monotonic_ms() + self.options.heal_ms
+    async def _until(
+        self, what: str, why_not: Any, within_ms: int | None = None, rule: str = "liveness"
+    ) -> None:
+        within_ms = self.options.heal_ms if within_ms is None else within_ms
+        deadline = self._clock.monotonic_ms() + within_ms
         while why_not():
             if self._clock.monotonic_ms() >= deadline:
-                words = f"{what}: not within {self.options.heal_ms} ms: {why_not()}"
-                raise Violation(f"liveness: {words}")
+                raise Violation(f"{rule}: {what}: not within {within_ms} ms: {why_not()}")
             await self._clock.sleep_ms(LIVENESS_TICK_MS)
             self._tick()
 
@@ -363,7 +387,13 @@ class Run:
         for producer in self.producers:
             producer.stop()
         await self._until("outcomes", self._unsettled)
+        run = self.transactions
+        if run is not None:
+            await self._until("transactions", run.unsettled)
         await self._until("well", lambda: self.operator.waits() or self.cluster.unwell())
+        if run is not None:
+            await self._until("stable", run.samples.unstable, STABLE_MS, "V22")
+            await self._until("well", lambda: self.operator.waits() or self.cluster.unwell())
         self.observer.check_images()
 
     def _unsettled(self) -> str:
@@ -389,6 +419,25 @@ class Run:
         reading.result()
         for topic in self.oracle.topics.values():
             self._validate(topic, last, ends)
+        if self.transactions is not None:
+            await self._validate_transactions(self.transactions, reader)
+
+    async def _validate_transactions(self, run: TransactionRun, reader: Any) -> None:
+        reading = self.world.spawn("reader", run.read(reader))
+        await self._until("reading transactions", lambda: "" if reading.done() else "it goes on")
+        self._look()
+        self.tiered_rows += run.judge(*reading.result(), self._table_of)
+
+    def _table_of(
+        self, topic: str, topic_id: str, partition: int
+    ) -> tuple[int, int, list[ReadRow]] | None:
+        """Return start, end and rows of a partition's table; None = there is no table."""
+        snapshot = self.cluster.store.snapshot(topic, topic_id)
+        if snapshot is None:
+            return None
+        counters = snapshot.partition(partition)
+        rows = list(self._table_rows(topic, topic_id, partition))
+        return counters.start, counters.end, rows
 
     async def _read_all(
         self, reader: Any, last: ReaderCheck, ends: dict[TopicPartition, int]
@@ -428,7 +477,7 @@ class Run:
         if snapshot is None:
             return
         counters = snapshot.partition(partition)
-        rows = list(self._table_rows(topic, partition))
+        rows = list(self._table_rows(topic.name, topic.topic_id, partition))
         self.tiered_rows += len(rows)
         check_table(f"{topic.name}-{partition}", counters.start, counters.end, rows, log)
         files = snapshot.files_of(partition)
@@ -437,10 +486,10 @@ class Run:
         if counters.rows - counters.removed != len(rows) - left:
             raise Violation(f"V9: {topic.name}-{partition}: {counters}, but {len(rows)} rows")
 
-    def _table_rows(self, topic: Topic, partition: int) -> Iterator[ReadRow]:
-        snapshot = self.cluster.store.snapshot(topic.name, topic.topic_id)
+    def _table_rows(self, topic: str, topic_id: str, partition: int) -> Iterator[ReadRow]:
+        snapshot = self.cluster.store.snapshot(topic, topic_id)
         assert snapshot is not None
-        home = layout.table_path(topic.name, topic.topic_id)
+        home = layout.table_path(topic, topic_id)
         for file in snapshot.files_of(partition):
             raw = self.cluster.store.memory.objects.get(f"{home}/{file.path}")
             if raw is None:

@@ -16,9 +16,8 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -47,88 +46,12 @@ from pk.sim import (
     tier_canaries,
 )
 from pk.sim.campaign import Run
-from pk.sim.options import KEPT, NodePlan, SimOptions, TopicPlan
+from pk.sim.canary import FLUSHED, HOT, SAFE, THREE, TIERED, Canary
+from pk.sim.options import KEPT, NodePlan
+from pk.sim.transaction_canaries import TRANSACTION_CANARIES
 
 RECORD = Path(__file__).resolve().parents[1] / "tests" / "data" / "canaries.json"
 SEEDS_MAX = 200
-
-TIERED = {
-    "segment_bytes": "14336",
-    "tier_max_lag_ms": "50",
-    "tier_file_bytes": "4000",
-    "local_drop_delay_ms": "0",
-    "local_retention_bytes": "0",
-    "file_delete_delay_ms": "0",
-}
-HOT = {"tier_enable": "false"}
-FLUSHED = {**HOT, "flush_on_ack": "true"}
-SAFE = {**HOT, "min_insync_replicas": "2"}
-#: Machines lose power one at a time, with long pauses, so that every remaining copy counts.
-THREE = tuple(NodePlan(number) for number in (1, 2, 3))
-ALONE = (NodePlan(1),)
-
-
-@dataclass(frozen=True)
-class Canary:
-    """One broken rule: how it is broken, and the options of a run that notices it."""
-
-    rule: str
-    patches: Callable[[ExitStack], None]
-    caught_as: str  #: the checks that may notice it: first words of the violation
-    configs: Mapping[str, str]
-    faults: tuple[str, ...]
-    chores: tuple[str, ...] = ()
-    nodes: tuple[NodePlan, ...] = ALONE
-    copies: int = 1
-    fault_ms: int = 4_000
-    fault_every_ms: tuple[int, int] = (100, 500)
-    lag_ms: int = 1_000  #: replica_lag_time_max_ms
-    session_ms: int = 1_500  #: broker_session_timeout_ms
-    heartbeat_ms: int = 300  #: broker_heartbeat_interval_ms
-    expiration_ms: int = 86_400_000  #: producer_id_expiration_ms
-    pace_ms: tuple[int, int] = (20, 200)
-    recent_bytes: int | None = None
-    reserve_bytes: int = 0  #: disk_reserve_bytes
-    snapshot_bytes: int | None = None  #: metadata_log_max_record_bytes_between_snapshots
-
-    @property
-    def options(self) -> SimOptions:
-        option, size = "metadata_log_max_record_bytes_between_snapshots", self.snapshot_bytes
-        return SimOptions(
-            topics=(TopicPlan("t", 2, self.configs, self.copies),),
-            nodes=self.nodes,
-            faults=self.faults,
-            chores=self.chores,
-            fault_ms=self.fault_ms,
-            heal_ms=60_000,
-            fault_every_ms=self.fault_every_ms,
-            chore_every_ms=(50, 200),
-            pace_ms=self.pace_ms,
-            server={
-                "replica_lag_time_max_ms": self.lag_ms,
-                "broker_session_timeout_ms": self.session_ms,
-                "broker_heartbeat_interval_ms": self.heartbeat_ms,
-                "producer_id_expiration_ms": self.expiration_ms,
-                "disk_reserve_bytes": self.reserve_bytes,
-                **({} if size is None else {option: size}),
-            },
-            recent_bytes=self.recent_bytes,
-        )
-
-    @contextmanager
-    def broken(self) -> Iterator[None]:
-        """Break the rule while this context is open."""
-        with ExitStack() as stack:
-            self.patches(stack)
-            yield
-
-    def notices(self, seed: int) -> str:
-        """Run a seed with the broken rule; return the violation, '' = none."""
-        with self.broken():
-            return Run(seed, self.options).execute().violation
-
-    def caught(self, violation: str) -> bool:
-        return violation.split(":")[0] in self.caught_as.split()
 
 
 def _put(target: Any, name: str, value: Any) -> Callable[[ExitStack], None]:
@@ -543,6 +466,7 @@ CANARIES: dict[str, Canary] = {
         "T9", _log_start_seen_before_it_is_durable(), "V3 V4 V5", HOT,
         ("disk_full", "kill_broker"), ("delete_records",),
     ),
+    **TRANSACTION_CANARIES,
 }  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from pk.sim.options import BROKER, CONTROLLER, TIER, SimOptions
 from pk.sim.oracle import Oracle
 from pk.sim.samples import Observer
 from pk.sim.table_faults import TableFaults
+from pk.sim.transaction_faults import TransactionFaults
 from pk.sim.world import SimWorld
 from pk.types import NONE
 from pk.wire import frames
@@ -94,6 +95,7 @@ class Faults:
         self._other_version, self._unknown_field = files.other_version, files.unknown_field
         self._older_build = files.older_build
         self._tables = TableFaults(cluster, observer, oracle, self._in, self._meet)
+        self.transactions = TransactionFaults(cluster, self._in, self._meet)
 
     def _log_uniform(self, bounds: tuple[float, float]) -> float:
         return math.exp(self._rng.uniform(*map(math.log, bounds)))
@@ -127,7 +129,8 @@ class Faults:
             self._world.record(f"fault {name}")
             if name != "leader_full":
                 self.calm_since_ms = max(self.calm_since_ms, now_ms + AFTERMATH_MS)
-            getattr(self, f"_{name}")()
+            begin = self.transactions.begin.get(name) or getattr(self, f"_{name}")
+            begin()
 
     def heal(self) -> None:
         """End all faults; the supervisors restart dead processes."""

@@ -32,7 +32,7 @@ and the era goes on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -75,9 +75,13 @@ class _Hit:
 class LossModel:
     """The lost, damaged and whole copies of every partition; the module says what may be lost."""
 
-    def __init__(self, oracle: Oracle, plans: Iterable[TopicPlan]) -> None:
+    def __init__(
+        self, oracle: Oracle, plans: Iterable[TopicPlan], unharmed: Sequence[TopicPlan] = ()
+    ) -> None:
+        """`unharmed`: further topics, no copy of which rots."""
         self._oracle = oracle
-        self._plans = {plan.name: plan for plan in plans}
+        self._plans = {plan.name: plan for plan in (*plans, *unharmed)}
+        self._unharmed = {plan.name for plan in unharmed}
         self._hits: dict[PartitionKey, dict[NodeId, _Hit]] = {}
         #: By replica: functions that return whether each damage is still on the disk.
         self._rotten: dict[PartitionKey, dict[NodeId, list[Callable[[], bool]]]] = {}
@@ -112,6 +116,11 @@ class LossModel:
             if lost and (disk or not self.flushed(facts.topic)):
                 self._costs(facts.key, now_ms)
 
+    def add_unharmed(self, plan: TopicPlan) -> None:
+        """Take up a topic that the cluster made by itself, and no copy of which rots."""
+        self._plans.setdefault(plan.name, plan)
+        self._unharmed.add(plan.name)
+
     def copies(self, topic: str) -> int:
         """Return how many replicas hold an acknowledged record at least; 0 = unknown topic."""
         plan = self._plans.get(topic)
@@ -143,7 +152,7 @@ class LossModel:
     def may_rot(self, facts: PartitionFacts, broker: NodeId) -> bool:
         """Return whether the promise still holds, or permits the loss, if this copy rots too."""
         plan = self._plans.get(facts.topic)
-        if plan is None:
+        if plan is None or plan.name in self._unharmed:
             return False
         left = min(len(facts.replicas), plan.replication_factor)  # once the reassignment is over
         if left < 2:

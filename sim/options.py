@@ -67,8 +67,15 @@ _TABLE_FAULTS = ("delta_rot", "delete_rows")
 FORMAT_FAULTS = ("other_version", "unknown_field", "older_build")
 #: Segments that disappear from the front of a log while its broker is down (identity_faults.py).
 _FRONT_FAULTS = ("front_lost",)
-#: The faults that a seed may draw; `SimOptions.faults` holds those that a run may meet.
-FAULTS = (
+#: Faults of transactions (transaction_faults.py).  Only runs with transactions draw them.
+TRANSACTION_FAULTS = (
+    "late_control",
+    "kill_coordinator",
+    "kill_at_markers",
+    "coordinator_full",
+)
+#: The faults of a run that names none.
+_USUAL_FAULTS = (
     *_FIRST_FAULTS,
     *_LATER_FAULTS,
     *_SINGLE_FAULTS,
@@ -79,6 +86,8 @@ FAULTS = (
     *_TABLE_FAULTS,
     *_FRONT_FAULTS,
 )
+#: The faults that a seed may draw; `SimOptions.faults` holds those that a run may meet.
+FAULTS = (*_USUAL_FAULTS, *TRANSACTION_FAULTS)
 #: The administrator's chores, in two groups: a seed draws the second group later, too.
 _FIRST_CHORES = ("recreate", "grow", "delete_records", "configure", "reassign", "elect")
 _LATER_CHORES = ("reassign_back", "toggle")
@@ -110,6 +119,8 @@ RECENT_BYTES = (None, None, 0, 4_000)
 #: disk_reserve_bytes.  A full disk of the simulator has up to 30 kB left; without a reserve it
 #: fills up entirely.
 RESERVE_BYTES = (0, 4_000, 16_000)
+#: The share of seeds with transactions.
+TRANSACTIONS_CHANCE = 0.4
 #: How far a machine's clock may differ from true time from the start.
 SKEW_MS = 2_000
 
@@ -172,7 +183,7 @@ class SimOptions:
 
     topics: tuple[TopicPlan, ...]
     nodes: tuple[NodePlan, ...] = (NodePlan(1),)
-    faults: tuple[str, ...] = FAULTS
+    faults: tuple[str, ...] = _USUAL_FAULTS
     chores: tuple[str, ...] = _USUAL_CHORES
     fault_ms: int = 5_000
     heal_ms: int = 180_000  #: virtual time within which the cluster must work again
@@ -189,6 +200,10 @@ class SimOptions:
     timing: Mapping[str, int] = field(default_factory=dict)  #: timing of the metadata quorum
     vacuum: bool = False  #: deleted tier files are removed at once
     recent_bytes: int | None = None  #: bytes of the ends of logs in memory; None = as in production
+    #: Number of transactional ids that producers write with; 0 = no transactions.  This field and
+    #: the next are not in `repr`: a run without transactions keeps its digest.
+    transactions: int = field(default=0, repr=False)
+    transaction_topics: tuple[TopicPlan, ...] = field(default=(), repr=False)
 
     def with_role(self, role: str) -> tuple[NodePlan, ...]:
         """Return the machines that run a process of `role`."""
@@ -226,7 +241,33 @@ def drawn(rng: random.Random, *, faults: Iterable[str] | None = None, **given: A
     options = _drawn_room(rng, _drawn_last(rng, _drawn_later(rng, options)))
     if faults is not None:
         given["faults"] = tuple(faults)
-    return replace(options, **given)
+    options = replace(options, **given)
+    if "transactions" in given or faults is not None or rng.random() >= TRANSACTIONS_CHANCE:
+        return options
+    return with_transactions(rng, options, brokers)
+
+
+def with_transactions(rng: random.Random, options: SimOptions, brokers: int) -> SimOptions:
+    """Return the options with drawn transactional ids, topics for their records, and faults."""
+    topics = tuple(
+        _transaction_topic(rng, number, brokers) for number in range(rng.choice([1, 1, 2]))
+    )
+    faults = tuple(name for name in TRANSACTION_FAULTS if rng.random() < 0.6)
+    return replace(
+        options,
+        transactions=rng.randint(1, 3),
+        transaction_topics=topics,
+        faults=(*options.faults, *faults),
+    )
+
+
+def _transaction_topic(rng: random.Random, number: int, brokers: int) -> TopicPlan:
+    """Draw a topic of transactions: no record of it expires, and it has no unclean elections."""
+    drawn = _topic(rng, number, brokers)
+    left_out = ("retention_bytes", "flush_ms", "unclean_leader_election_enable")
+    configs = {name: value for name, value in drawn.configs.items() if name not in left_out}
+    configs.update(KEPT, flush_on_ack="true")
+    return replace(drawn, name=f"transactions{number}", configs=configs)
 
 
 def _drawn_later(rng: random.Random, options: SimOptions) -> SimOptions:

@@ -165,6 +165,11 @@ class Oracle:
         """End an era, whose records may be lost; replies may arrive until `settled_ms`."""
         self._ended.setdefault((topic_id, partition), []).append(settled_ms)
 
+    def lost_ms(self, topic_id: str, partition: int) -> float:
+        """Return until when replies of the partition's last ended era may arrive; NONE = none
+        ended."""
+        return max(self._ended.get((topic_id, partition), ()), default=float(NONE))
+
     def may_be_cut(self, topic: str, partition: int) -> bool:
         """Return whether a reader may have seen records that were lost since.
 

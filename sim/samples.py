@@ -37,8 +37,9 @@ from pk.sim.cluster_checkers import Mark, QuorumCheck, QuorumSample, ReplicaChec
 from pk.sim.loss_model import LossModel, PartitionFacts, Registration
 from pk.sim.machine import SimMachine
 from pk.sim.move_check import check_move
-from pk.sim.options import BROKER, CONTROLLER
+from pk.sim.options import BROKER, CONTROLLER, TopicPlan
 from pk.sim.oracle import Oracle
+from pk.topic_names import is_internal
 from pk.types import NONE, NodeId, PartitionKey
 
 READ_BYTES = 1 << 22
@@ -56,7 +57,8 @@ class Observer:
         self._world = cluster.world
         self._oracle = oracle
         self._counts = counts
-        self.losses = LossModel(oracle, cluster.options.topics)
+        options = cluster.options
+        self.losses = LossModel(oracle, options.topics, options.transaction_topics)
         cluster.listeners["replica_made_anew"] = self._made_anew
         cluster.listeners["log_begun_anew"] = self._begun_anew
         cluster.listeners["partition_offline"] = self._offline
@@ -167,6 +169,7 @@ class Observer:
             now, unclean = self.image.partition(key), record.partition_change.elected_uncleanly
             check_move(key, before, now, self._min_isr(key), unclean=unclean)
         elif kind == "partition":
+            self._internal(record.partition)
             self._changed[PartitionKey(record.partition.topic_id, record.partition.partition)] = (
                 None
             )
@@ -174,6 +177,14 @@ class Observer:
             self._count("quorum elections")
         elif kind == "register_broker":
             self._registrations[offset] = record.register_broker.broker_id
+
+    def _internal(self, record: Any) -> None:
+        """Let the loss model know a topic of pk's own, with the replicas that it begins with."""
+        topic = self.image.topics[record.topic_id]
+        if is_internal(topic.name):
+            configs = self.image.configs.get(("topic", topic.name), {})
+            plan = TopicPlan(topic.name, 1, configs, len(record.replicas))
+            self.losses.add_unharmed(plan)
 
     def _min_isr(self, key: PartitionKey) -> int:
         """Return min_insync_replicas of a partition, from the committed records."""

@@ -47,7 +47,7 @@ DAMAGE = (errors.CorruptLog, errors.LogMissing)
 #: Errors while brokers still register, or while the broker asked does not know the topic yet.
 _NOT_YET = (errors.InvalidReplicationFactor, errors.UnknownTopicId)
 #: Errors of a partition that cannot be moved.
-_CANNOT_MOVE = (
+CANNOT_MOVE = (
     errors.InvalidReplicaAssignment,  # a broker is not registered yet, or none could lead
     errors.NoReassignmentInProgress,
     errors.NotEnoughReplicas,  # too few would stay in sync (rule R8)
@@ -358,7 +358,7 @@ class SimAdmin:
             asked.cancel = True
         else:
             asked.replicas.extend(rng.sample(brokers, plan.replication_factor))
-        await self._until_done(lambda: request, _CANNOT_MOVE)
+        await self._until_done(lambda: request, CANNOT_MOVE)
 
     async def _reassign_back(self, plan: TopicPlan) -> None:
         """Move a partition to other brokers, and back while that reassignment goes on."""
@@ -399,7 +399,7 @@ class SimAdmin:
             back.reassignments.add(
                 topic=plan.name, topic_id=topic.topic_id, partition=partition, cancel=True
             )
-            await self._until_done(lambda: back, _CANNOT_MOVE)
+            await self._until_done(lambda: back, CANNOT_MOVE)
 
     async def _upgrade(self, _plan: TopicPlan) -> None:
         """Raise the level of `pk.format` now and then, as far as every node knows it (rule Q6)."""
@@ -423,7 +423,7 @@ class SimAdmin:
             partition=partition,
             replicas=replicas,
         )
-        await self._until_done(lambda: request, _CANNOT_MOVE)
+        await self._until_done(lambda: request, CANNOT_MOVE)
 
     async def _toggle(self, plan: TopicPlan) -> None:
         """Change the durability settings of a topic while records are in flight."""

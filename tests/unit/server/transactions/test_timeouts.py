@@ -1,4 +1,4 @@
-"""Which transactions a coordinator takes for timed out (coordinator N6, rule L10)."""
+"""Which transactions a coordinator takes for timed out (transactions/coordinator N6, rule L10)."""
 
 from __future__ import annotations
 
