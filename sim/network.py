@@ -148,23 +148,29 @@ class SimNetwork:
                 broken += 1
         return broken
 
-    def give_up(self, end: End, late_ms: float) -> None:
+    def give_up(self, end: End, late_ms: float, linger_ms: float = 0.0) -> None:
         """Break the stream at `end` at once, and at the other end `late_ms` later (N7).
 
-        The other end receives the frames that were on their way just before its stream breaks.
+        The other end receives the frames that were on their way just before its stream breaks, or
+        `linger_ms` before: a server ends the requests of a stream that broke.
         """
         on_the_way = [frame for frame in end._transit if frame is not None]
         self.record(f"give up {end.number}, {len(on_the_way)} frames come late")
         end.broken("the connection was reset")
         due = self.loop.now_us + int(late_ms * 1000)
-        self._at(due, self._arrive_late, end.other, on_the_way)
+        self._at(due, self._arrive_late, end.other, on_the_way, linger_ms)
 
-    def _arrive_late(self, end: End, frames: list[bytes]) -> None:
+    def _arrive_late(self, end: End, frames: list[bytes], linger_ms: float) -> None:
         link = self.link(end.other.node.name, end.node.name)
         if not (end.gone or end.closed or link.cut) and end._ended is None:
             self.late_frames += len(frames)
             end._inbox.extend(frames)
-        end.broken("the connection was reset")
+        if linger_ms:
+            end._wake_readers()
+            due = self.loop.now_us + int(linger_ms * 1000)
+            self._at(due, end.broken, "the connection was reset")
+        else:
+            end.broken("the connection was reset")
 
     def lose(self, node: SimNode) -> None:
         """Break the streams and close the listeners of the killed `node` (N6)."""

@@ -10,6 +10,7 @@ from unittest.mock import patch
 from pk import errors
 from pk.log.aborted import AbortedRanges
 from pk.log.producers import Producers
+from pk.log.validate import MarkerResult
 from pk.server.handlers.appends import Appends
 from pk.server.runtime.replayed_host import ReplayedHost
 from pk.server.transactions import endings, state
@@ -19,6 +20,24 @@ from pk.server.transactions.state import PairRelation, Phase
 from pk.sim.canary import SAFE, THREE, TIERED, Canary
 
 TORN = "V7 V9 V19 V20 V21 V22 V23"
+
+
+def _any_marker_taken(stack: ExitStack) -> None:
+    """Let a marker of an older coordinator, which comes late, end the producer's next transaction.
+
+    The marker has the epoch of that transaction and not a greater one.
+    """
+    apply = Producers._apply_markers
+
+    def trusting(self: Producers, markers: Any, *args: Any) -> Any:
+        for marker in markers:
+            known = self._by_id.get(marker.producer_id)
+            if known is not None and known.epoch == marker.producer_epoch:
+                self._by_id[marker.producer_id] = known._replace(epoch=known.epoch - 1)
+        return apply(self, markers, *args)
+
+    stack.enter_context(patch.object(Producers, "_apply_markers", trusting))
+    stack.enter_context(patch("pk.log.validate.check_marker", lambda *_: MarkerResult.APPEND))
 
 
 def _answered_before_the_commit(stack: ExitStack) -> None:
@@ -96,6 +115,11 @@ def _any_end_repeated(stack: ExitStack) -> None:
 
 
 TRANSACTION_CANARIES: dict[str, Canary] = {
+    "marker of an older coordinator taken": Canary(
+        "X1", _any_marker_taken, TORN, SAFE, ("late_control",),
+        nodes=THREE, copies=3, fault_ms=6_000, fault_every_ms=(40, 120), pace_ms=(8, 40),
+        transactions=3,
+    ),
     # The disk of the coordinator has no room for the prepare record.
     "commit answered before prepare is committed": Canary(
         "X1", _answered_before_the_commit, TORN, SAFE, ("coordinator_full",),

@@ -20,6 +20,8 @@ from pk.wire import frames
 CONTROL = ("init_producer_id", "end_txn", "add_partitions_to_txn", "write_txn_markers")
 MARKERS = "write_txn_markers"
 LATE_MS = ((1.0, 50.0), (50.0, 3_000.0))
+#: The receiver of a late request takes the stream for open for so long.
+LINGER_MS = 5_000.0
 FULL_MS = (300.0, 8_000.0)
 #: Runs a function after a delay in ms.
 After = Callable[[float, Callable[[], None]], None]
@@ -57,7 +59,7 @@ class TransactionFaults:
             if _kind_of(frame) == kind:
                 network.trap = None
                 self._meet(f"late {kind}")
-                network.give_up(end, late_ms)
+                network.give_up(end, late_ms, LINGER_MS)
 
         network.trap = trap
 
@@ -85,7 +87,7 @@ class TransactionFaults:
             name = end.node.name.partition("/")[0]
             machine = next(each for each in self._cluster.machines if each.name == name)
             if late:
-                network.give_up(end, late_ms)
+                network.give_up(end, late_ms, LINGER_MS)
             kill = partial(machine.kill, BROKER, restart_ms)
             world.loop.call_at_us(world.loop.now_us, kill, context=NOBODY)
 

@@ -69,25 +69,16 @@ class TransactionHistory:
         self.transactions: list[Transaction] = []
         self.sent: dict[RecordId, tuple[Transaction, TransactionRecord]] = {}
         self._began: dict[str, list[float]] = {}  #: id → when each instance was initialized
-        self._asked: dict[str, int] = {}  #: id → number of inits that were asked for
         self._lost_ms = lost_ms
         self._coordinator_of = coordinator_of
 
     # -- what the producers do ---------------------------------------------------------------------
-
-    def init_asked(self, transactional_id: str) -> None:
-        """Note that an instance calls init_transactions."""
-        self._asked[transactional_id] = self._asked.get(transactional_id, 0) + 1
 
     def initialized(self, transactional_id: str, now_ms: float) -> int:
         """Return the number of an instance whose init_transactions succeeded now."""
         began = self._began.setdefault(transactional_id, [])
         began.append(now_ms)
         return len(began) - 1
-
-    def has_rivals(self, transactional_id: str) -> bool:
-        """Return whether more than one instance of the id was ever begun."""
-        return self._asked.get(transactional_id, 0) > 1
 
     def fenced_ms(self, transaction: Transaction) -> float | None:
         """Return when the next instance of the transaction's id was initialized; None = never."""

@@ -111,7 +111,6 @@ class SimTransactionalProducer:
     async def init(self) -> bool:
         """Call init_transactions; False: the instance cannot be used."""
         history = self._shared.history
-        history.init_asked(self.transactional_id)
         self.engine.cluster.start()
         if not await self._call(INIT):
             return False
@@ -143,15 +142,15 @@ class SimTransactionalProducer:
             return True
 
     def _over(self, call: TransactionCall, error: errors.PkError) -> None:
-        """Check the error that ends this instance."""
-        shared, name = self._shared, self.transactional_id
+        """Check the error that ends this instance.
+
+        An instance may also be fenced by a repetition of its own InitProducerId that comes late.
+        """
+        shared = self._shared
         shared.tell(f"{self.name}: {call.value}: {error!r}")
         if isinstance(error, errors.ProducerFenced):
             shared.count("producers fenced")
-            explained = shared.history.has_rivals(name)
-        else:
-            explained = shared.history.lossy
-        if not explained:
+        elif not shared.history.lossy:
             shared.trouble(f"V21: {self.name}: {call.value}: nothing explains {error!r}")
 
     async def transact(self, *, lasts_ms: float = 0.0) -> bool:

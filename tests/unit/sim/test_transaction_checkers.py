@@ -41,7 +41,6 @@ class Bench:
         self._number = self._offset = 0
 
     def init(self, now_ms: float) -> int:
-        self.history.init_asked(ID)
         return self.history.initialized(ID, now_ms)
 
     def transaction(
