@@ -5,7 +5,8 @@ fetches of the metadata log.  The module keeps each reading relative to this con
 CLOCK_BOOTTIME, not to its wall clock: if an administrator sets this wall clock, the other clocks do
 not move with it.  Otherwise the old readings would agree with the wrong clock, and a broker on this
 node would trust it.  A delayed request makes a clock look behind, never ahead.  So the reading that
-is furthest ahead among the last SAMPLES_MAX readings of a node counts.
+is furthest ahead among the last SAMPLES_MAX readings of a node counts, with the trust that the node
+had in its clock then.  Otherwise a node whose clock was set right would vouch for the wrong one.
 
 A node is one machine.  If a broker and a controller share a node id, the clock that the broker sent
 counts.  The controller of this node reads its own clock.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pk.types import NodeId
 from pk.wire import pk_pb2 as wire
@@ -22,15 +24,23 @@ from pk.wire import pk_pb2 as wire
 SAMPLES_MAX = 3
 
 
+class _Reading(NamedTuple):
+    line_ms: int  #: wall clock of the node − CLOCK_BOOTTIME of this controller
+    trusted: bool
+    doubt: str
+    running_since_ms: int
+
+
 @dataclass(slots=True)
 class _NodeClock:
-    #: wall clock of the node − CLOCK_BOOTTIME of this controller
-    lines_ms: deque[int] = field(default_factory=lambda: deque(maxlen=SAMPLES_MAX))
-    trusted: bool = False
-    doubt: str = ""
-    running_since_ms: int = 0
+    readings: deque[_Reading] = field(default_factory=lambda: deque(maxlen=SAMPLES_MAX))
     read_ms: int = 0  #: CLOCK_BOOTTIME
     as_broker: bool = False
+
+    @property
+    def counts(self) -> _Reading:
+        """The reading that was delayed least."""
+        return max(self.readings, key=lambda each: each.line_ms)
 
 
 class Clocks:
@@ -55,9 +65,14 @@ class Clocks:
             known = self._readings[node] = _NodeClock()
         if known.as_broker and not broker:
             return
-        known.lines_ms.append(reading.wall_ms - boottime_ms)
-        known.trusted, known.doubt = reading.trusted, reading.doubt
-        known.running_since_ms = reading.running_since_ms
+        known.readings.append(
+            _Reading(
+                reading.wall_ms - boottime_ms,
+                reading.trusted,
+                reading.doubt,
+                reading.running_since_ms,
+            )
+        )
         known.read_ms, known.as_broker = boottime_ms, broker
 
     def forget(self, node: NodeId) -> None:
@@ -72,15 +87,17 @@ class Clocks:
         for node, each in sorted(self._readings.items()):
             if boottime_ms - each.read_ms > self._fresh_ms:
                 continue
-            if node == self._node_id:
-                found[0].trusted = each.trusted
+            last, counts = each.readings[-1], each.counts
+            if node == self._node_id:  # unless this clock was set since
+                moved_ms = abs(wall_ms - boottime_ms - last.line_ms)
+                found[0].trusted = last.trusted and moved_ms <= self._fresh_ms
                 continue
             found.append(
                 wire.ClockSample(
                     node_id=node,
-                    ahead_ms=max(each.lines_ms) - (wall_ms - boottime_ms),
-                    trusted=each.trusted,
-                    running_since_ms=each.running_since_ms,
+                    ahead_ms=counts.line_ms - (wall_ms - boottime_ms),
+                    trusted=counts.trusted,
+                    running_since_ms=counts.running_since_ms,
                 )
             )
         return found
@@ -98,4 +115,5 @@ class Clocks:
             if known is None or boottime_ms - known.read_ms > self._fresh_ms:
                 continue
             broker.clock_skew_ms = samples[broker.broker_id] - median_ms
-            broker.clock_trusted, broker.clock_doubt = known.trusted, known.doubt
+            last = known.readings[-1]
+            broker.clock_trusted, broker.clock_doubt = last.trusted, last.doubt

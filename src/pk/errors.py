@@ -19,7 +19,8 @@
     │   ├── BufferExhausted · PartlyStored · OutcomeUnknown · DeliveryTimedOut · ProducerFenced
     │   ├── OutOfOrderSequence · InvalidProducerEpoch · UnknownProducerId (the producer repairs
     │   │   itself, rule L6)
-    │   ├── InvalidTxnState · TransactionAborted · TransactionTimedOut · TransactionalIdNotFound
+    │   ├── InvalidTxnState · InvalidTransactionTimeout · TransactionAborted · TransactionTimedOut ·
+    │   │   TransactionalIdNotFound
     │   └── UnsupportedFeature · ClosedError
     ├── OperatorError             the person who runs pk must act
     │   ├── DirectoryLocked · DirectoryOfAnotherCluster · DirectoryOfAnotherBuild · NewerFormat

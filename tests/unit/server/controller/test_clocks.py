@@ -50,6 +50,32 @@ def test_a_late_request_makes_no_clock_look_behind() -> None:
     assert ahead(known)[2] == -DAY
 
 
+def trusted(of: Clocks, now_ms: int = 0, set_by_ms: int = 0) -> dict[int, bool]:
+    """Return by node whether the reading that counts was trusted."""
+    samples = of.samples(WALL + now_ms + set_by_ms, now_ms, WALL)
+    return {each.node_id: each.trusted for each in samples}
+
+
+def test_a_clock_that_was_set_right_does_not_vouch_for_the_wrong_one() -> None:
+    """The node trusts its clock at once; its last readings are still those of the wrong clock."""
+    known = clocks()
+    tell(known, 2, DAY, trusted=False, running_since_ms=WALL + DAY)
+    tell(known, 2, 0, running_since_ms=WALL)
+    (sample,) = (each for each in known.samples(WALL, 0, WALL) if each.node_id == 2)
+    assert (sample.ahead_ms, sample.trusted, sample.running_since_ms) == (DAY, False, WALL + DAY)
+    for _ in range(2):
+        tell(known, 2, 0)
+    assert (ahead(known)[2], trusted(known)[2]) == (0, True)
+
+
+def test_a_controller_whose_clock_is_set_does_not_vouch_for_it() -> None:
+    """Its broker said that it trusts the clock as it was before."""
+    known = clocks()
+    tell(known, 1, 0)
+    assert trusted(known)[1]
+    assert not trusted(known, 100, DAY)[1]
+
+
 def test_what_was_heard_long_ago_is_not_counted() -> None:
     known = clocks()
     tell(known, 2, 5)
