@@ -100,7 +100,6 @@ class LogAppender:
         from_client: bool = True,
         refusal: errors.PkError | None = None,
         activity_ms: int | None = None,
-        sync: bool = False,
     ) -> Appended | Duplicate:
         """Assign offsets to a batch, in memory (by the tables of log/validate.py).
 
@@ -109,7 +108,6 @@ class LogAppender:
         from_client: False = a batch of the broker's own (markers, metadata records)
         refusal: why no batch may be appended now.  A duplicate is answered all the same
         activity_ms: time of the last activity of the producer, if that is not `now_ms` (rule L10)
-        sync: the plan that holds the batch completes once it is SYNCED
 
         Raises `refusal`, `FencedLeaderEpoch`, and what log/validate.py raises.
         """
@@ -133,12 +131,9 @@ class LogAppender:
         parts = batches.patched(batch, base, leader_epoch, stamp)
         max_timestamp = header.max_timestamp if stamp is None else stamp
         activity_ms = now_ms if activity_ms is None else activity_ms
-        done = self._assign(
+        return self._assign(
             header, batch, base, leader_epoch, parts, max_timestamp, activity_ms, stamp
         )
-        if sync and self._pending is not None:
-            self._pending.sync = True
-        return done
 
     def append_as_follower(
         self, header: Header, batch: Buffer, *, now_ms: int, newest: int = NONE

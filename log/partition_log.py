@@ -309,7 +309,6 @@ class PartitionLog:
         from_client: bool = True,
         refusal: errors.PkError | None = None,
         activity_ms: int | None = None,
-        sync: bool = False,
     ) -> Appended | Duplicate:
         """Give a producer's batch offsets; see `LogAppender.decide`."""
         return self._appender.decide(
@@ -320,7 +319,6 @@ class PartitionLog:
             from_client=from_client,
             refusal=refusal,
             activity_ms=activity_ms,
-            sync=sync,
         )
 
     def check_markers(self, markers: Sequence[Marker]) -> list[MarkerResult | errors.PkError]:

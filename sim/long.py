@@ -41,7 +41,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 import pk
 from pk import clock
 from pk.sim.campaign import Run, RunResult
-from pk.sim.options import CHORES, FAULTS, drawn
+from pk.sim.options import CHORES, FAULTS, TRANSACTION_FAULTS, TRANSACTIONS_CHANCE, drawn
 from pk.sim.world import TRACE_TAIL, SimWorld
 
 RESULTS = ".sim/long.jsonl"
@@ -61,6 +61,26 @@ BESIDE = ("sim/__main__.py", "sim/canaries.py", "sim/long.py")
 TELL_EVERY_MS = 60_000
 #: Number of new objects between two collections of young objects: a run makes few cycles.
 GC_YOUNG = 20_000
+#: Events of transactions that a campaign must meet, if its seeds draw any.
+MET_WITH_TRANSACTIONS = (
+    "chore grow of transactions",
+    "chore move_coordinator of transactions",
+    "coordinators killed",
+    "coordinators killed at markers",
+    "coordinators moved",
+    "full coordinators",
+    "late add_partitions_to_txn",
+    "late end_txn",
+    "late init_producer_id",
+    "late write_txn_markers",
+    "markers",
+    "producers fenced",
+    "transactions aborted",
+    "transactions committed",
+    "transactions timed out",
+    "transactions unknown",
+    *(f"fault {name}" for name in TRANSACTION_FAULTS),
+)
 #: Events that a campaign must meet at least once (Report.counts).
 MET = (
     "ISR expand",
@@ -75,21 +95,11 @@ MET = (
     "elections unclean",
     "controller disks replaced",
     "controllers voting again",
-    "coordinators killed",
-    "coordinators killed at markers",
-    "coordinators moved",
     "eras",
     "files of rows deleted",
-    "full coordinators",
-    "late add_partitions_to_txn",
-    "late end_txn",
     "late frames",
-    "late init_producer_id",
-    "late write_txn_markers",
     "leaderless",
-    "markers",
     "operations without room",
-    "producers fenced",
     "quorum elections",
     "replicas made anew",
     "rot of Delta logs",
@@ -107,15 +117,10 @@ MET = (
     "tier commits late",
     "tier commits lost",
     "tier commits refused",
-    "transactions aborted",
-    "transactions committed",
-    "transactions timed out",
-    "transactions unknown",
     "truncations",
-    "chore grow of transactions",
-    "chore move_coordinator of transactions",
     *(f"chore {name}" for name in CHORES),
-    *(f"fault {name}" for name in FAULTS),
+    *(f"fault {name}" for name in FAULTS if name not in TRANSACTION_FAULTS),
+    *(MET_WITH_TRANSACTIONS if TRANSACTIONS_CHANCE else ()),
 )
 
 

@@ -44,6 +44,7 @@ REPLICATION_FACTOR = 3
 #: The settings of every internal topic.
 SETTINGS: Mapping[str, str] = {
     "cleanup_policy": "compact",
+    "flush_on_ack": "true",
     "min_insync_replicas": "2",
     "segment_bytes": str(16 * limits.MIB),
     "tier_enable": "false",

@@ -186,13 +186,11 @@ class Partition:
         delayed: DelayedProduce,
         *,
         from_client: bool = True,
-        sync: bool = False,
     ) -> None:
         """Decide a checked batch and queue its delayed produce.  If it raises, nothing changed.
 
         from_client: False = a batch that this broker made: the topic's bounds do not apply to it,
         nor does the reserve of the disk (replica/space D2).
-        sync: this replica counts it as WRITTEN only once it is SYNCED
         """
         leader = self.serving(epoch)
         leader.check_acks(delayed.acks)
@@ -208,7 +206,6 @@ class Partition:
             activity_ms=now.activity_ms,
             from_client=from_client,
             refusal=self.writer.space.refusal(header.length) if from_client else None,
-            sync=sync,
         )
         delayed.base_offset, delayed.last_offset = decided.base_offset, decided.last_offset
         delayed.append_time_ms = decided.log_append_time_ms
@@ -221,16 +218,14 @@ class Partition:
         self._inflight.append(delayed)
         self.writer.submit(self, decided.size)
 
-    def append_own(
-        self, batch: Buffer, epoch: Epoch, now: Now, delayed: DelayedProduce, *, sync: bool = False
-    ) -> None:
+    def append_own(self, batch: Buffer, epoch: Epoch, now: Now, delayed: DelayedProduce) -> None:
         """Decide a batch that this broker made as the leader of `epoch`; as `append` otherwise.
 
         Raises `NotLeaderOrFollower`, `FencedLeaderEpoch`, `NotEnoughReplicas`, `ThrottledError`.
         """
         assert delayed.acks == ACKS_ALL, "the high watermark must cover it"
         header = batches.read_header(batch)
-        self.append(header, batch, epoch, now, delayed, from_client=False, sync=sync)
+        self.append(header, batch, epoch, now, delayed, from_client=False)
 
     def wait_for_decided(self, epoch: Epoch, delayed: DelayedProduce) -> None:
         """Queue a delayed produce that waits until every batch that is decided now is committed."""

