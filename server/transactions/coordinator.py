@@ -15,6 +15,7 @@ Invariants
   N5  No transaction times out, and no id is forgotten, while the clock is not trusted (rule L10).
   N6  A timeout passes by the wall clock, or by the monotonic clock since this broker coordinates
       the transaction.  The time in the record may come from a clock that was ahead.
+  N7  A partition whose log makes no progress does not delay the timeouts of the others.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ class _Hosted:
         self.endings: dict[str, Ending] = {}
         #: by id and pair: the monotonic time at which `late` first saw the transaction
         self._seen_ms: dict[tuple[str, ProducerId, int], int] = {}
+        self.forget_at_ms = 0  #: when ids without a transaction are looked for next
         self._next = 0
         self._spare: list[ProducerId] = []
 
@@ -127,7 +129,6 @@ class TransactionCoordinators:
         self._contact = contact
         self._clocks = clocks
         self._hosted: dict[int, _Hosted] = {}
-        self._forget_at = 0
         self._tasks = TaskRegistry(partial(env.bug, "a transaction coordinator"))
         self._sender = TransactionMarkerSender(
             env.world, metadata, calls, self._written, partial(env.bug, "sending markers")
@@ -205,7 +206,7 @@ class TransactionCoordinators:
         await self._resume(hosted)
         hosted.loading = False
         took_ms = self._env.now_ms - began_ms
-        self._env.warn("coordinator_loaded", partition=hosted.number, took_ms=took_ms)
+        self._env.say("coordinator_loaded", partition=hosted.number, took_ms=took_ms)
 
     async def _resume(self, hosted: _Hosted) -> None:
         """Take up the open and the prepared transactions of the machine (N3)."""
@@ -276,11 +277,15 @@ class TransactionCoordinators:
         while True:
             await self._env.clock.sleep_ms(TICK_MS)
             for hosted in list(self._hosted.values()):
-                if hosted.loading:
-                    continue
-                if hosted.resumed is not hosted.host.machine:
-                    await self._resume(hosted)
-                await self._expire(hosted)
+                name = (hosted.number, hosted.epoch)
+                if not hosted.loading and name not in self._tasks:  # N7
+                    self._tasks.spawn(self._tick(hosted), name)
+
+    async def _tick(self, hosted: _Hosted) -> None:
+        """Do what is due in one partition."""
+        if hosted.resumed is not hosted.host.machine:
+            await self._resume(hosted)
+        await self._expire(hosted)
 
     async def _expire(self, hosted: _Hosted) -> None:
         """Abort the transactions whose timeout has passed, and forget old ids (N5)."""
@@ -308,8 +313,8 @@ class TransactionCoordinators:
                     transactional_ids=[each.transactional_id for each in late[:20]],
                     count=len(late),
                 )
-            if self._env.now_ms >= self._forget_at:
-                self._forget_at = self._env.now_ms + FORGET_MS
+            if self._env.now_ms >= hosted.forget_at_ms:
+                hosted.forget_at_ms = self._env.now_ms + FORGET_MS
                 while await hosted.host.ask(commands.ForgetExpired()) == commands.FORGET_MAX:
                     pass
         except errors.PkError:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
 from typing import Any, cast
 
+from pk.server.transactions import commands
 from pk.server.transactions.commands import TransactionBegan
-from pk.server.transactions.coordinator import _Hosted
+from pk.server.transactions.coordinator import FORGET_MS, TransactionCoordinators, _Hosted
+from pk.sim.world import SimWorld
 
 HOUR_MS = 3_600_000
 
@@ -41,3 +45,68 @@ def test_the_next_transaction_of_an_id_has_its_whole_timeout() -> None:
     found.deadlines["a"] = began("a", HOUR_MS)._replace(producer_epoch=1)
     assert found.late(6_500, 1_500) == []
     assert len(found.late(7_501, 2_501)) == 1
+
+
+class Host:
+    """A host that answers at once, or never."""
+
+    def __init__(self, *, stuck: bool = False) -> None:
+        self.machine = object()
+        self.asked: list[object] = []
+        self._stuck = stuck
+
+    async def ask(self, command: object) -> int:
+        self.asked.append(command)
+        if self._stuck:
+            await asyncio.Event().wait()
+        return 0
+
+    def count(self, kind: type) -> int:
+        return sum(isinstance(each, kind) for each in self.asked)
+
+
+def ticked(*hosts: Host, for_ms: int) -> None:
+    """Let a broker coordinate a partition with each host; each has a transaction that is late."""
+    world = SimWorld(1)
+    mine = world.world_of("broker")
+    bugs: list[BaseException] = []
+    env = SimpleNamespace(
+        world=mine, clock=mine.clock, bug=lambda where, bug: bugs.append(bug),
+        warn=lambda event, **facts: None,
+    )  # fmt: skip
+
+    async def main() -> None:
+        env.now_ms = 0
+        contact: Any = SimpleNamespace(in_contact=lambda: True)
+        clocks: Any = SimpleNamespace(trusted_ms=lambda: 10_000)
+        found = TransactionCoordinators(
+            cast("Any", env), cast("Any", None), {}, contact, clocks, cast("Any", None)
+        )
+        for number, host in enumerate(hosts):
+            each = found._hosted[number] = _Hosted(number, 1, cast("Any", host), cast("Any", None))
+            each.loading, each.resumed = False, host.machine
+            each.deadlines["a"] = began("a", 0)
+        found.start()
+        for _ in range(for_ms // 1_000):
+            env.now_ms += 1_000
+            await mine.clock.sleep_ms(1_000)
+        await found._tasks.close()
+
+    task = world.spawn("broker", main())
+    world.run_until(task.done)
+    task.result()
+    world.close()
+    assert not bugs
+
+
+def test_a_partition_without_progress_does_not_delay_the_timeouts_of_others() -> None:
+    stuck, well = Host(stuck=True), Host()
+    ticked(stuck, well, for_ms=2_000)
+    assert stuck.count(commands.ExpireTransactions) == 1, "one question at a time"
+    assert well.count(commands.ExpireTransactions) == 1
+
+
+def test_every_partition_forgets_its_old_ids() -> None:
+    hosts = Host(), Host(), Host()
+    ticked(*hosts, for_ms=FORGET_MS + 5_000)
+    assert [each.count(commands.ForgetExpired) for each in hosts] == [2, 2, 2]
