@@ -9,6 +9,7 @@ Invariants
       each question has an answer.
   O2  A leader appends a marker of its own only for a transaction that the coordinator, fully
       replayed, has answered as ended.  An error leaves the transaction open.
+  O3  A coordinator that does not answer delays the questions of one partition only.
 """
 
 from __future__ import annotations
@@ -61,9 +62,17 @@ class OpenTransactionChecks:
     async def _run(self) -> None:
         while True:
             await self._env.clock.sleep_ms(CHECK_MS)
-            for key, partition in list(self._partitions.items()):
-                if partition.leader is not None:
-                    await self._check(key, partition)
+            # what this broker no longer has is forgotten
+            self._asked = {
+                key: each for key, each in self._asked.items() if key in self._partitions
+            }
+            for key, partition in self._partitions.items():
+                if partition.leader is None or key in self._tasks:  # O3
+                    continue
+                if partition.log.producers.open_count:
+                    self._tasks.spawn(self._check(key, partition), key)
+                else:
+                    self._asked[key] = partition.leader_epoch
 
     async def _check(self, key: PartitionKey, partition: Partition) -> None:
         """Ask about the transactions of one partition that must be asked about."""
@@ -71,9 +80,6 @@ class OpenTransactionChecks:
         fresh = self._asked.get(key) != epoch
         producers = partition.log.producers
         found = producers.open_transactions
-        if not found:
-            self._asked[key] = epoch
-            return
         old_ms = self._clocks.now().wall_ms - self._env.server["transaction_max_timeout_ms"]
         asked = [
             Asked(producer_id, entry.epoch, key, epoch, NONE, verify_only=True)
