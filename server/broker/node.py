@@ -172,6 +172,7 @@ class BrokerNode:
             BrokerMetrics(metrics or tracing.Metrics()),
             self._bug,
             self._warn,
+            self._say,
         )
         self._env = env
         self.core = self._compose(env)

@@ -33,6 +33,8 @@ class Environment:
     metrics: BrokerMetrics
     bug: OnBug  #: reports an exception that is a bug of pk
     warn: Callable[..., None]  #: (event, **facts): one line in the process's log
+    #: the same for an event that asks nothing of the operator
+    say: Callable[..., None] = lambda event, **facts: None
 
     @property
     def clock(self) -> Clock:

@@ -294,11 +294,8 @@ def test_late_messages_of_the_former_stream_count_for_nothing(make: Any) -> None
     ledger, at, n, go_on = _joins_unnoticed(kit)
     partition = kit.replica(at, "t")
     leader: Any = partition.leader
-    old: Any = next(
-        each._replica
-        for each in partition._followers
-        if each._replica.replica == n  # type: ignore[attr-defined]
-    )
+    followers: Any = partition._followers
+    old: Any = next(each._replica for each in followers if each._replica.replica == n)
     position = old._compared[partition.key]
     ledger.stop()
     go_on()

@@ -250,13 +250,14 @@ def test_a_coordinator_that_loads_makes_it_uncertain(rig: Rig) -> None:
 def test_a_transaction_that_ends_meanwhile_does_not_hang(rig: Rig) -> None:
     """The coordinator's answer is newer than the leader's."""
     rig.first.opens(0, pid(1), rig.now_ms)
-    answer = rig.first._list
+    broker: Any = rig.first
+    answer = broker._list
 
     def ended(request: Any) -> Any:
         rig.first.producers.clear()
         return answer(request)
 
-    rig.first._list = ended  # type: ignore[method-assign]
+    broker._list = ended
     rig.admin.close()
     rig.admin = AdminClient("b1:9292,b2:9292")
     assert hanging(rig) == []

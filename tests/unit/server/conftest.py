@@ -171,7 +171,8 @@ class Rig:
         tier: Any = self.tier
         clocks = ClockWatch(env, manager, metadata)
         self.core = BrokerCore(env, manager, metadata, clocks, lifecycle, tier, HELLO)
-        self.core.verifier.ask = self.coordinator  # type: ignore[method-assign,assignment]
+        verifier: Any = self.core.verifier
+        verifier.ask = self.coordinator
         self.streams = BrokerStreams(self.core)
         self.core.clocks.begin("boot", fresh=True)
         self.core.clocks.trust.compare((), ())  # it is alone, and its clock right

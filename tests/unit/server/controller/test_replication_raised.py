@@ -64,7 +64,8 @@ def test_a_new_term_adds_the_replicas_that_the_former_one_did_not_add(scene: Sce
         async def nothing(now_ms: int) -> None:
             """Stand for a controller that dies before it adds replicas."""
 
-        scene.node.active._raise_replication = nothing  # type: ignore[method-assign]
+        active: Any = scene.node.active
+        active._raise_replication = nothing
         for node_id in (2, 3):
             Replica(scene, world, node_id).start()
         await world.clock.sleep_ms(1_500)
@@ -87,7 +88,8 @@ def test_a_full_disk_of_the_controller_delays_the_replicas(scene: Scene) -> None
         one = await internal_topic_on(scene, world)
         assert scene.node is not None
         assert scene.node.active is not None
-        host, tries = scene.node.active.host, 0
+        host: Any = scene.node.active.host
+        tries = 0
         asks = host.ask
 
         async def asked(command: Any) -> Any:
@@ -98,7 +100,7 @@ def test_a_full_disk_of_the_controller_delays_the_replicas(scene: Scene) -> None
                     raise errors.StorageFull("full")
             return await asks(command)
 
-        host.ask = asked  # type: ignore[method-assign]
+        host.ask = asked
         two = Replica(scene, world, 2).start()
         await world.clock.sleep_ms(1_500)
         assert adding(one) == {()}

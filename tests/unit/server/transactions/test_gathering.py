@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 
 import pytest
 
@@ -38,9 +38,9 @@ def gathered(
     return GatheredCalls(peer.send, awaited, request_max=request_max, waiting_max=waiting_max)
 
 
-async def outcome(asked: object) -> object:
+async def outcome(asked: Awaitable[int]) -> object:
     try:
-        return await asked  # type: ignore[misc]
+        return await asked
     except errors.PkError as error:
         return type(error)
 
