@@ -24,6 +24,7 @@ from pk.wire import pk_pb2 as wire
 
 #: Names of the events that a decision publishes; their values are the classes below.
 BEGAN, PREPARED, ENDED = "transaction_began", "transaction_prepared", "transaction_ended"
+BATCH_BEGAN = "batch_began"
 
 
 def needs_fresh_id(producer_epoch: int) -> bool:
@@ -77,6 +78,41 @@ class TransactionEnded(NamedTuple):
     producer_epoch: int  #: of the transaction; its marker had the next one
     commit: bool
     began_ms: int  #: when it began, by the wall clock
+
+
+class BatchBegan(NamedTuple):
+    """BATCH_BEGAN: the transaction of a job is open; its participants must be heard (X4)."""
+
+    job: str
+    transaction: int  #: its number
+    started_ms: int  #: by the wall clock
+
+
+class ParticipantMarker(NamedTuple):
+    """What ends one participant in every partition."""
+
+    producer_id: ProducerId
+    producer_epoch: int  #: of the marker, one above the participant's (X1)
+    commit: bool
+
+
+class BatchPrepared(NamedTuple):
+    """PREPARED: the decision about a job's transaction is committed; see TransactionPrepared."""
+
+    job: str
+    transaction: int
+    batch: int
+    markers: tuple[ParticipantMarker, ...]
+    partitions: tuple[PartitionKey, ...]
+    metadata_offset: Offset
+
+
+class BatchEnded(NamedTuple):
+    """ENDED: the complete record of a job's transaction is committed."""
+
+    job: str
+    transaction: int
+    commit: bool
 
 
 # -- commands --------------------------------------------------------------------------------------
@@ -162,6 +198,66 @@ class MarkersWritten:
 
 
 @dataclass(slots=True, frozen=True)
+class JoinTransaction:
+    """A task joins the transaction of its batch (X5, X8, X9).
+
+    `image`: it has applied `metadata_offset` of the request.  `fresh_id`: a producer id that was
+    never used; only a pool without a free id takes it.
+    Reply: `JoinTransactionReply` without `lease_ms`.  Raises `ReplayDiffers`, `ProducerFenced`,
+    `ConcurrentTransactions`, `InvalidTxnState`, `TransactionTimedOut`, `TransactionAborted`,
+    `UnknownTopicOrPartition`, `InvalidRequest`.
+    """
+
+    request: wire.JoinTransactionRequest
+    image: MetadataImage
+    fresh_id: ProducerId
+
+
+@dataclass(slots=True, frozen=True)
+class CommitParticipants:
+    """A driver commits the named participants of a batch (X7).
+
+    `image`: as for `EndTransaction`.
+    Reply: `CommitParticipantsReply`, once the decision is committed.  Raises what `JoinTransaction`
+    raises, and `CoordinatorLoading`.
+    """
+
+    request: wire.CommitParticipantsRequest
+    image: MetadataImage
+
+
+@dataclass(slots=True, frozen=True)
+class AbortParticipants:
+    """A driver aborts the open batch of its run; anything else changes nothing.
+
+    Reply: `AbortParticipantsReply`.
+    """
+
+    request: wire.AbortParticipantsRequest
+
+
+@dataclass(slots=True, frozen=True)
+class ExpireBatches:
+    """Abort transactions of jobs, by name and number, that were not heard for their lease (X4).
+
+    Reply: the number of transactions that this decision aborts.
+    """
+
+    batches: tuple[tuple[str, int], ...]
+
+
+@dataclass(slots=True, frozen=True)
+class BatchMarked:
+    """`MarkersWritten` for the transaction of a job.
+
+    Reply: whether this completes the transaction; False if it is complete already.
+    """
+
+    job: str
+    transaction: int
+
+
+@dataclass(slots=True, frozen=True)
 class AbortTransaction:
     """An operator aborts an ongoing transaction.
 
@@ -219,13 +315,18 @@ class ListTransactions:
 class Resume:
     """After a replay: what the shell must take up again.
 
-    Reply: a tuple of `TransactionBegan` and `TransactionPrepared`, sorted by transactional id.  A
-    host replays when a leader takes office, and after a failed write (runtime/replayed_host H4).
+    Reply: a tuple of `TransactionBegan` and `TransactionPrepared`, sorted by transactional id, and
+    of `BatchBegan` and `BatchPrepared`, sorted by job.  A host replays when a leader takes office,
+    and after a failed write (runtime/replayed_host H4).
     """
 
 
 #: The most ids that a single `ForgetExpired` removes.
 FORGET_MAX = 1_000
+#: About the most records of jobs that a single `ForgetExpired` writes.
+FORGET_RECORDS_MAX = 5_000
+#: How long the job of a batch write is kept after its last change (X10).
+BATCH_WRITE_EXPIRATION_MS = 86_400_000
 
 Command = (
     InitProducer
@@ -233,6 +334,11 @@ Command = (
     | EndTransaction
     | ExpireTransactions
     | MarkersWritten
+    | JoinTransaction
+    | CommitParticipants
+    | AbortParticipants
+    | ExpireBatches
+    | BatchMarked
     | AbortTransaction
     | ForgetTransaction
     | ForgetExpired

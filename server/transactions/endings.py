@@ -12,7 +12,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from pk import errors
 from pk.effects import Publish
@@ -27,7 +27,7 @@ from pk.server.transactions.state import (
     TransactionMetadata,
     TransactionState,
 )
-from pk.types import NONE
+from pk.types import NONE, Epoch, Offset, PartitionKey
 from pk.wire import pk_pb2 as wire
 
 
@@ -64,7 +64,17 @@ def _end_ongoing(
     return preparation(reply, ending)
 
 
-def unclean_election(known: TransactionMetadata, image: MetadataImage) -> str:
+class Registered(Protocol):
+    """A transaction with its registered partitions."""
+
+    @property
+    def partitions(self) -> Mapping[PartitionKey, Epoch]: ...
+
+    @property
+    def metadata_offset(self) -> Offset: ...
+
+
+def unclean_election(known: Registered, image: MetadataImage) -> str:
     """Return the reason to abort a transaction; "" if no partition had an unclean election since it
     was registered.
 

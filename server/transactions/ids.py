@@ -4,6 +4,7 @@ Invariants
   I1  `apply` is called in the order of the log, and is the only mutator.
   I2  A producer id belongs to one transactional id.  The index has the current, the next and the
       previous producer id of every id.
+  I3  A transactional id has one kind: it is that of a producer, or a job (participants/jobs).
 """
 
 from __future__ import annotations
@@ -15,9 +16,13 @@ from pk import errors
 from pk.effects import Decision, Effect, Publish
 from pk.server.transactions import commands
 from pk.server.transactions.commands import TransactionRules
+from pk.server.transactions.participants.jobs import Jobs
+from pk.server.transactions.participants.state import Job
 from pk.server.transactions.records import (
+    TRANSACTIONAL_ID,
     TransactionLogRecord,
     decode_key,
+    kind_of,
     metadata_of,
     record_of,
 )
@@ -71,6 +76,7 @@ class TransactionalIds:
 
     def __init__(self, rules: TransactionRules) -> None:
         self.rules = rules
+        self.jobs = Jobs()
         self._by_id: dict[str, TransactionMetadata] = {}
         self._owners: dict[ProducerId, str] = {}
 
@@ -80,6 +86,13 @@ class TransactionalIds:
 
     def apply(self, offset: int, record: TransactionLogRecord) -> None:
         """Apply one record of the log.  Raises `CorruptLog` and `NewerFormat` for its bytes."""
+        plain = kind_of(record.key) == TRANSACTIONAL_ID
+        if plain and (record.value is None or record.value.HasField("transaction")):
+            self._apply(offset, record)
+        if not plain or record.value is None or record.value.HasField("job"):
+            self.jobs.apply(offset, record)
+
+    def _apply(self, offset: int, record: TransactionLogRecord) -> None:
         transactional_id = decode_key(record.key)
         known = metadata_of(record)
         for producer_id in _producer_ids(self._by_id.pop(transactional_id, None)):
@@ -96,14 +109,37 @@ class TransactionalIds:
         self._by_id[transactional_id] = known
 
     def find(self, transactional_id: str) -> TransactionMetadata | None:
-        """Return an id of this coordinator; None if it is not known.  Raises `NotCoordinator`."""
+        """Return an id of this coordinator; None if it is not known.
+
+        Raises `NotCoordinator`, and `InvalidTxnState` for a job (I3).
+        """
+        self._check_owned(transactional_id)
+        if transactional_id in self.jobs.items():
+            raise errors.InvalidTxnState(
+                f"{transactional_id!r} is the transactional id of a job with many participants: "
+                "a producer needs another one"
+            )
+        return self._by_id.get(transactional_id)
+
+    def find_job(self, job: str) -> Job | None:
+        """Return a job of this coordinator; None if it is not known.
+
+        Raises `NotCoordinator`, and `InvalidTxnState` for the id of a producer (I3).
+        """
+        self._check_owned(job)
+        if job in self._by_id:
+            raise errors.InvalidTxnState(
+                f"{job!r} is the transactional id of a producer: a job needs another one"
+            )
+        return self.jobs.items().get(job)
+
+    def _check_owned(self, transactional_id: str) -> None:
         partition = partition_of_id(transactional_id)
         if partition != self.rules.partition:
             raise errors.NotCoordinator(
                 f"{TOPIC}-{partition} coordinates {transactional_id!r}, not "
                 f"{TOPIC}-{self.rules.partition}"
             )
-        return self._by_id.get(transactional_id)
 
     def known(self, transactional_id: str) -> TransactionMetadata:
         """Return an id of this coordinator.  Raises `TransactionalIdNotFound`."""
@@ -123,6 +159,8 @@ class TransactionalIds:
     def check_fresh(self, producer_id: ProducerId) -> None:
         """Raise `InternalError` if a transactional id has this producer id already (I2)."""
         owner = self._owners.get(producer_id)
+        if owner is None and (found := self.jobs.owner(producer_id)) is not None:
+            owner = found[0].job
         if owner is not None:
             raise errors.InternalError(f"producer id {producer_id} is not fresh: {owner!r} has it")
 

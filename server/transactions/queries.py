@@ -12,32 +12,52 @@ from pk.server.transactions.ids import (
     decision,
     prepared_event,
 )
+from pk.server.transactions.participants import events as job_events
+from pk.server.transactions.participants.state import Job
 from pk.server.transactions.records import forgotten
-from pk.server.transactions.state import Phase, TransactionState
+from pk.server.transactions.state import Phase, TransactionMetadata, TransactionState
+from pk.types import NONE
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 
 
 def forget(ids: TransactionalIds, command: commands.ForgetTransaction, now_ms: int) -> Out:
     """Remove a transactional id for an operator."""
-    known = ids.known(command.request.transactional_id)
+    name = command.request.transactional_id
+    known: TransactionMetadata | Job = ids.jobs.items().get(name) or ids.known(name)
     if known.state.phase is not Phase.IDLE:
         raise errors.InvalidTxnState(
-            f"{known.transactional_id!r} is {known.state.label}: abort its transaction, and wait "
-            "until it is complete"
+            f"{name!r} is {known.state.label}: abort its transaction, and wait until it is complete"
         )
-    return Decision([forgotten(known.transactional_id)], wire.ForgetTransactionReply())
+    if isinstance(known, Job):
+        return Decision(ids.jobs.forgotten(name), wire.ForgetTransactionReply())
+    return Decision([forgotten(name)], wire.ForgetTransactionReply())
 
 
 def forget_expired(ids: TransactionalIds, command: commands.ForgetExpired, now_ms: int) -> Out:
-    """Remove ids that had no transaction for the expiration time."""
+    """Remove ids that had no transaction for the expiration time.
+
+    A job of batch writes expires after BATCH_WRITE_EXPIRATION_MS.  The job of a query does not
+    expire by time: its history recognises a batch that is written again (X10).
+    """
     before = now_ms - ids.rules.transactional_id_expiration_ms
     old = [
         known.transactional_id
         for known in ids.items().values()
         if known.updated_ms <= before and known.state.phase is Phase.IDLE
     ][: commands.FORGET_MAX]
-    return Decision([forgotten(each) for each in old], len(old))
+    written = [forgotten(each) for each in old]
+    count = len(old)
+    for known in ids.jobs.items().values():
+        idle = known.batch_write and known.state.phase is Phase.IDLE
+        if not idle or known.updated_ms > now_ms - commands.BATCH_WRITE_EXPIRATION_MS:
+            continue
+        if count == commands.FORGET_MAX or len(written) > commands.FORGET_RECORDS_MAX:
+            count = commands.FORGET_MAX  # the caller asks again
+            break
+        written += ids.jobs.forgotten(known.job)
+        count += 1
+    return Decision(written, count)
 
 
 def describe(ids: TransactionalIds, command: commands.DescribeTransactions, now_ms: int) -> Out:
@@ -47,6 +67,10 @@ def describe(ids: TransactionalIds, command: commands.DescribeTransactions, now_
 
 def _described(ids: TransactionalIds, transactional_id: str) -> wire.TransactionDescription:
     found = wire.TransactionDescription(transactional_id=transactional_id)
+    job = ids.jobs.items().get(transactional_id)
+    if job is not None:
+        _describe_job(ids, job, found)
+        return found
     try:
         known = ids.known(transactional_id)
     except errors.PkError as refusal:
@@ -60,6 +84,24 @@ def _described(ids: TransactionalIds, transactional_id: str) -> wire.Transaction
     return found
 
 
+def _describe_job(ids: TransactionalIds, known: Job, found: wire.TransactionDescription) -> None:
+    found.state, found.producer_id, found.producer_epoch = known.state.label, NONE, NONE
+    found.started_ms, found.reason = known.started_ms, known.reason
+    for key in known.partitions:
+        found.partitions.add(topic_id=key.topic_id, partition=key.partition)
+    participants = 0 if known.state.phase is Phase.IDLE else sum(1 for _ in ids.jobs.joined(known))
+    found.job.CopyFrom(
+        wire.JobDescription(
+            query=known.query,
+            run=known.run,
+            batch=known.batch,
+            participants=participants,
+            last_committed=known.last_committed,
+            batch_write=known.batch_write,
+        )
+    )
+
+
 def list_transactions(
     ids: TransactionalIds, command: commands.ListTransactions, now_ms: int
 ) -> Out:
@@ -71,19 +113,21 @@ def list_transactions(
         raise errors.InvalidRequest(
             f"no state {', '.join(unknown)}: the states are {', '.join(sorted(labels))}"
         )
+    rows = [
+        (name, known.current.producer_id, known.state, known.started_ms)
+        for name, known in ids.items().items()
+    ]
+    rows += [
+        (name, NONE, known.state, known.started_ms) for name, known in ids.jobs.items().items()
+    ]
     found = tuple(
-        wire.TransactionListing(
-            transactional_id=name, producer_id=known.current.producer_id, state=known.state.label
-        )
-        for name, known in sorted(ids.items().items())
-        if (not request.states or known.state.label in request.states)
-        and (not request.producer_ids or known.current.producer_id in request.producer_ids)
+        wire.TransactionListing(transactional_id=name, producer_id=producer_id, state=state.label)
+        for name, producer_id, state, started_ms in sorted(rows)
+        if (not request.states or state.label in request.states)
+        and (not request.producer_ids or producer_id in request.producer_ids)
         and (
             request.open_longer_ms <= 0
-            or (
-                known.state.phase is not Phase.IDLE
-                and now_ms - known.started_ms > request.open_longer_ms
-            )
+            or (state.phase is not Phase.IDLE and now_ms - started_ms > request.open_longer_ms)
         )
     )
     return decision(found)
@@ -91,10 +135,14 @@ def list_transactions(
 
 def resume(ids: TransactionalIds, command: commands.Resume, now_ms: int) -> Out:
     """Return the open transactions of the log: timeouts to measure, and markers to send."""
-    return decision(
-        tuple(
-            began_event(known) if known.state.phase is Phase.ONGOING else prepared_event(known)
-            for _, known in sorted(ids.items().items())
-            if known.state.phase is not Phase.IDLE
-        )
-    )
+    found: list[object] = [
+        began_event(known) if known.state.phase is Phase.ONGOING else prepared_event(known)
+        for _, known in sorted(ids.items().items())
+        if known.state.phase is not Phase.IDLE
+    ]
+    for _, job in sorted(ids.jobs.items().items()):
+        if job.state.phase is Phase.ONGOING:
+            found.append(job_events.began_event(job))
+        elif job.state.phase is Phase.PREPARED:
+            found.append(job_events.prepared_event(ids, job))
+    return decision(tuple(found))

@@ -15,11 +15,12 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from pk import errors, limits
 from pk.server.transactions import state
 from pk.server.transactions.commands import TransactionRules
+from pk.server.transactions.ids import TransactionalIds
+from pk.server.transactions.participants import questions as participants
+from pk.server.transactions.participants.state import Job, Participant
 from pk.server.transactions.state import (
     PairRelation,
     Phase,
@@ -42,24 +43,25 @@ _STATUS = {Phase.ONGOING: OPEN, Phase.PREPARED: PREPARED}
 
 
 class Questions:
-    """The questions of one request, decided in order over a scratch copy.
+    """The questions of one request, decided in order over a scratch copy of what they change.
 
-    `owner`: returns the transactional id of a producer id, as the machine has it.
+    `ids`: the transactional ids, as the machine has them.
     """
 
     def __init__(
         self,
         rules: TransactionRules,
-        owner: Callable[[ProducerId], TransactionMetadata | None],
+        ids: TransactionalIds,
         metadata_offset: Offset,
         now_ms: int,
     ) -> None:
         self._rules = rules
-        self._owner = owner
+        self._ids = ids
         self._metadata_offset = metadata_offset
         self._now_ms = now_ms
         #: The ids that the answers so far change, each with its newest state (A1).
         self.changed: dict[str, TransactionMetadata] = {}
+        self.changed_jobs: dict[str, Job] = {}  #: likewise
         self._began: dict[str, None] = {}
 
     @property
@@ -71,6 +73,10 @@ class Questions:
         """Decide one question; a refusal is the error of its answer (A2)."""
         pair = ProducerPair(question.producer_id, question.producer_epoch)
         try:
+            self._check_partition(pair.producer_id)
+            member = self._ids.jobs.owner(pair.producer_id)
+            if member is not None:
+                return self._about_participant(*member, pair, question)
             known = self._find(pair.producer_id)
             if question.verify_only:
                 return self._verified(known, pair)
@@ -79,7 +85,7 @@ class Questions:
             return wire.TxnAnswer(error=frames.error_of(refusal))
         return wire.TxnAnswer()
 
-    def _find(self, producer_id: ProducerId) -> TransactionMetadata | None:
+    def _check_partition(self, producer_id: ProducerId) -> None:
         if not is_transactional(producer_id):
             raise errors.InvalidRequest(f"{producer_id} is no producer id of transactions")
         partition = partition_of_producer(producer_id)
@@ -88,7 +94,9 @@ class Questions:
                 f"{TOPIC}-{partition} allocated producer id {producer_id}, not "
                 f"{TOPIC}-{self._rules.partition}"
             )
-        known = self._owner(producer_id)
+
+    def _find(self, producer_id: ProducerId) -> TransactionMetadata | None:
+        known = self._ids.owner(producer_id)
         return None if known is None else self.changed.get(known.transactional_id, known)
 
     # -- the first batch of a transaction in a partition -------------------------------------------
@@ -110,12 +118,7 @@ class Questions:
             )
         if known.state.phase is Phase.PREPARED:  # with the pair that is being ended
             raise _superseded(known, pair)
-        if not question.partitions:
-            raise errors.InvalidRequest(f"a question about {pair} names no partition")
-        asked = {
-            PartitionKey(each.topic_id, each.partition): _unclean_epoch(each)
-            for each in question.partitions
-        }
+        asked = _asked(pair, question)
         added = {key: epoch for key, epoch in asked.items() if key not in known.partitions}
         if not added:
             return
@@ -140,6 +143,10 @@ class Questions:
             return wire.TxnAnswer(status=_STATUS[phase])
         if known is not None and relation is PairRelation.PREVIOUS:
             return _ended(pair, commit=known.state.committed)
+        return self._unknown(pair)
+
+    def _unknown(self, pair: ProducerPair) -> wire.TxnAnswer:
+        """Answer for a pair whose end is not known (A3)."""
         if epoch_of_producer(pair.producer_id) < self._rules.unclean_epoch:
             raise errors.CoordinatorUnavailable(
                 f"the end of {pair} is not known: {TOPIC}-{self._rules.partition} lost records in "
@@ -147,6 +154,35 @@ class Questions:
                 "must decide how this transaction ends"
             )
         return _ended(pair, commit=False)
+
+    # -- participants of a job ---------------------------------------------------------------------
+
+    def _about_participant(
+        self, job: Job, participant: Participant, pair: ProducerPair, question: wire.TxnQuestion
+    ) -> wire.TxnAnswer:
+        known = self.changed_jobs.get(job.job, job)
+        if not question.verify_only:
+            asked = _asked(pair, question)
+            after = participants.registered(
+                known, participant, pair, asked, self._metadata_offset, self._now_ms
+            )
+            if after is not known:
+                self.changed_jobs[job.job] = after
+            return wire.TxnAnswer()
+        found = participants.outcome(known, participant, pair)
+        if isinstance(found, Phase):
+            return wire.TxnAnswer(status=_STATUS[found])
+        return self._unknown(pair) if found is None else _ended(pair, commit=found)
+
+
+def _asked(pair: ProducerPair, question: wire.TxnQuestion) -> dict[PartitionKey, Epoch]:
+    """Return the partitions of a question with their unclean epochs."""
+    if not question.partitions:
+        raise errors.InvalidRequest(f"a question about {pair} names no partition")
+    return {
+        PartitionKey(each.topic_id, each.partition): _unclean_epoch(each)
+        for each in question.partitions
+    }
 
 
 def _ended(pair: ProducerPair, *, commit: bool) -> wire.TxnAnswer:

@@ -1,10 +1,11 @@
 """Encoding of the records of `__transaction_state`: a key of pk's own, and a `TransactionRecord`.
 
     key     version u8 = 0 | kind u8 | name
-    kind 1  the name is a transactional id (utf-8); the value is null once the id is forgotten
+    kind 1  the name is a transactional id (utf-8), of a plain producer or of a job; the value is
+            null once the id is forgotten
+    kind 2  a participant of a job, kind 3 a committed batch of a job (participants/records.py)
 
-The topic is compacted, so the newest record of each key is the state.  Later kinds have keys of
-their own.
+The topic is compacted, so the newest record of each key is the state.
 
 Invariants
   E1  A key or value of another version, or of an unknown kind, state or field raises `NewerFormat`:
@@ -14,7 +15,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
@@ -25,7 +26,13 @@ from pk.types import NONE, Epoch, PartitionKey
 from pk.wire import pk_pb2 as wire
 
 KEY_VERSION = 0
-TRANSACTIONAL_ID = 1
+TRANSACTIONAL_ID, PARTICIPANT, BATCH = 1, 2, 3
+#: The records that a key of each kind may have.
+_RECORDS = {
+    TRANSACTIONAL_ID: ("transaction", "job"),
+    PARTICIPANT: ("participant",),
+    BATCH: ("committed_batch",),
+}
 
 _WHAT = "a record of __transaction_state"
 
@@ -42,15 +49,25 @@ def encode_key(transactional_id: str) -> bytes:
     return bytes((KEY_VERSION, TRANSACTIONAL_ID)) + transactional_id.encode()
 
 
-def decode_key(key: bytes | None) -> str:
-    """Return the transactional id of a key.  Raises `NewerFormat` for another version or kind, and
-    `CorruptLog` for bytes that are no key.
+def kind_of(key: bytes | None) -> int:
+    """Return the kind of a key.  Raises `NewerFormat` for another version or kind, and `CorruptLog`
+    for bytes that are no key.
     """
     if key is None or len(key) < 2:
         raise errors.CorruptLog(f"{_WHAT} has the key {key!r}")
     formats.require_version(f"the key of {_WHAT}", key[0], KEY_VERSION)
-    if key[1] != TRANSACTIONAL_ID:
+    if key[1] not in _RECORDS:
         raise errors.NewerFormat(f"{_WHAT} has the kind {key[1]}, which this pk does not know")
+    return key[1]
+
+
+def decode_key(key: bytes | None) -> str:
+    """Return the transactional id of a key of kind TRANSACTIONAL_ID.
+
+    Raises `CorruptLog` and `NewerFormat`.
+    """
+    if kind_of(key) != TRANSACTIONAL_ID or key is None:
+        raise errors.CorruptLog(f"{_WHAT} has the key {key!r}, which names no transactional id")
     try:
         return key[2:].decode()
     except UnicodeDecodeError as cause:
@@ -67,21 +84,24 @@ def from_row(key: bytes | None, value: bytes | None) -> TransactionLogRecord:
     """Return a record of the log.  Raises `CorruptLog` if it does not parse, `NewerFormat` if a
     newer build wrote it (E1).
     """
-    transactional_id = decode_key(key)
+    kind = kind_of(key)
+    assert key is not None
+    if kind == TRANSACTIONAL_ID:
+        decode_key(key)
     if value is None:
-        return TransactionLogRecord(encode_key(transactional_id), None)
+        return TransactionLogRecord(key, None)
     try:
         record = wire.TransactionRecord.FromString(value)
     except DecodeError as cause:
         raise errors.CorruptLog(f"{_WHAT} does not parse: {cause}") from cause
     size = record.ByteSize()
     record.DiscardUnknownFields()
-    if record.WhichOneof("record") != "transaction" or record.ByteSize() != size:
+    if record.WhichOneof("record") not in _RECORDS[kind] or record.ByteSize() != size:
         raise errors.NewerFormat(
             f"{_WHAT} has a kind or a field that this pk does not know: use the pk that wrote it. "
             "Nothing here was changed"
         )
-    return TransactionLogRecord(encode_key(transactional_id), record)
+    return TransactionLogRecord(key, record)
 
 
 def forgotten(transactional_id: str) -> TransactionLogRecord:
@@ -97,7 +117,7 @@ def record_of(known: TransactionMetadata) -> TransactionLogRecord:
         producer_epoch=known.current.epoch,
         timeout_ms=known.timeout_ms,
         state=known.state,
-        topics=_topics_of(known.partitions),
+        topics=topics_of(known.partitions),
         started_ms=known.started_ms,
         updated_ms=known.updated_ms,
         reason=known.reason,
@@ -130,7 +150,7 @@ def metadata_of(record: TransactionLogRecord) -> TransactionMetadata | None:
         ProducerPair(body.producer_id, body.producer_epoch),
         body.timeout_ms,
         TransactionState(body.state),
-        _partitions_of(body),
+        partitions_of(body.topics),
         body.started_ms,
         body.updated_ms,
         body.reason,
@@ -141,7 +161,7 @@ def metadata_of(record: TransactionLogRecord) -> TransactionMetadata | None:
     )
 
 
-def _topics_of(partitions: Mapping[PartitionKey, Epoch]) -> list[wire.TxnTopic]:
+def topics_of(partitions: Mapping[PartitionKey, Epoch]) -> list[wire.TxnTopic]:
     """Return the partitions by topic.  A topic whose partitions have no unclean epochs has none."""
     topics: dict[str, wire.TxnTopic] = {}
     for key, unclean_epoch in sorted(partitions.items()):
@@ -154,9 +174,10 @@ def _topics_of(partitions: Mapping[PartitionKey, Epoch]) -> list[wire.TxnTopic]:
     return list(topics.values())
 
 
-def _partitions_of(body: wire.TransactionStateRecord) -> dict[PartitionKey, Epoch]:
+def partitions_of(topics: Iterable[wire.TxnTopic]) -> dict[PartitionKey, Epoch]:
+    """Return partitions with their unclean epochs.  Raises `CorruptLog`."""
     found: dict[PartitionKey, Epoch] = {}
-    for topic in body.topics:
+    for topic in topics:
         unclean_epochs = topic.unclean_epochs or [NONE] * len(topic.partitions)
         if len(unclean_epochs) != len(topic.partitions):
             raise errors.CorruptLog(f"{_WHAT} has {topic} with epochs of other partitions")

@@ -12,28 +12,25 @@
     ├── UserError                 the caller's request, option or data is wrong
     │   ├── UnknownTopicId · TopicAlreadyExists · InvalidTopic · InvalidPartitions
     │   ├── InvalidReplicationFactor · InvalidConfig · InvalidRequest · InvalidOption
-    │   ├── InvalidReplicaAssignment · NoReassignmentInProgress · ElectionNotNeeded
-    │   ├── BrokerNotRegistered
+    │   ├── InvalidReplicaAssignment · NoReassignmentInProgress · ElectionNotNeeded ·
+    │   │   BrokerNotRegistered · UnsupportedFeature · ClosedError
     │   ├── OffsetOutOfRange · LogTruncated · NoOffsetForPartition · TopicRecreated · DataLoss
     │   ├── CorruptBatch · RecordTooLarge · InvalidRecord · SerializationError · RegistryError
     │   ├── BufferExhausted · PartlyStored · OutcomeUnknown · DeliveryTimedOut · ProducerFenced
     │   ├── OutOfOrderSequence · InvalidProducerEpoch · UnknownProducerId (the producer repairs
     │   │   itself, rule L6)
-    │   ├── InvalidTxnState · InvalidTransactionTimeout · TransactionAborted · TransactionTimedOut ·
-    │   │   TransactionalIdNotFound
-    │   └── UnsupportedFeature · ClosedError
+    │   └── InvalidTxnState · InvalidTransactionTimeout · TransactionAborted · TransactionTimedOut ·
+    │       TransactionalIdNotFound · ReplayDiffers
     ├── OperatorError             the person who runs pk must act
     │   ├── DirectoryLocked · DirectoryOfAnotherCluster · DirectoryOfAnotherBuild · NewerFormat
     │   ├── StorageFailed · CorruptLog · AddressInUse · StoreRefused · TierTableChanged
     │   ├── DamagedTierFile · LogUnidentified · LogMissing
     │   ├── ClusterIdMismatch · DuplicateBroker · StaleBrokerEpoch · MetadataBehind
-    │   ├── DirectoryNotFormatted · DirectoryFormatted
-    │   └── JavaMissing · JarsMissing
+    │   └── DirectoryNotFormatted · DirectoryFormatted · JavaMissing · JarsMissing
     └── InternalError             ours: a bug; report it
 
-`code` travels on the wire (Kafka's number where Kafka has one, ours from 1000); `retriable` says
-whether the same request may succeed later; `acts` says who must act.  An error from a peer arrives
-as the same class.
+`code` travels on the wire (Kafka's number where Kafka has one, ours from 1000).  `retriable`: the
+same request may succeed later.  `acts`: who must act.  A peer's error arrives as the same class.
 """
 
 from __future__ import annotations
@@ -439,6 +436,12 @@ class TransactionTimedOut(TransactionAborted):
     """Aborted by the coordinator after transaction_timeout_ms: abort, then begin and send again."""
 
     code = 1061
+
+
+class ReplayDiffers(UserError):
+    """A committed batch is written again with other rows, or by another query (see the message)."""
+
+    code = 1062
 
 
 class InvalidTransactionTimeout(UserError):

@@ -46,6 +46,10 @@ PRODUCER_EPOCH_LAST = 2**15 - 2
 TRANSACTIONAL_ID_BYTES_MAX = 249
 #: Partitions of one transaction: each registration writes a record with all of them.
 TRANSACTION_PARTITIONS_MAX = 10_000
+#: Participants of one transaction: each of its partitions gets a control batch with a row for each.
+PARTICIPANTS_MAX = 5_000
+#: Bytes (utf-8) of the longest query id or run id of a job.
+JOB_NAME_BYTES_MAX = 249
 #: Requests in flight per (producer, partition) that idempotence can keep in order.
 IN_FLIGHT_MAX = 5
 #: Largest number of transactional ids that a request may name.

@@ -178,10 +178,18 @@ class Head(_message.Message):
     FORGET_TRANSACTION_REPLY_FIELD_NUMBER: _builtins.int
     DESCRIBE_PRODUCERS_FIELD_NUMBER: _builtins.int
     DESCRIBE_PRODUCERS_REPLY_FIELD_NUMBER: _builtins.int
+    JOIN_TRANSACTION_FIELD_NUMBER: _builtins.int
+    JOIN_TRANSACTION_REPLY_FIELD_NUMBER: _builtins.int
+    PARTICIPANT_HEARTBEAT_FIELD_NUMBER: _builtins.int
+    PARTICIPANT_HEARTBEAT_REPLY_FIELD_NUMBER: _builtins.int
+    COMMIT_PARTICIPANTS_FIELD_NUMBER: _builtins.int
+    COMMIT_PARTICIPANTS_REPLY_FIELD_NUMBER: _builtins.int
     ADD_PARTITIONS_TO_TXN_FIELD_NUMBER: _builtins.int
     ADD_PARTITIONS_TO_TXN_REPLY_FIELD_NUMBER: _builtins.int
     WRITE_TXN_MARKERS_FIELD_NUMBER: _builtins.int
     WRITE_TXN_MARKERS_REPLY_FIELD_NUMBER: _builtins.int
+    ABORT_PARTICIPANTS_FIELD_NUMBER: _builtins.int
+    ABORT_PARTICIPANTS_REPLY_FIELD_NUMBER: _builtins.int
     CREATE_INTERNAL_TOPIC_FIELD_NUMBER: _builtins.int
     CREATE_INTERNAL_TOPIC_REPLY_FIELD_NUMBER: _builtins.int
     correlation_id: _builtins.int
@@ -413,6 +421,18 @@ class Head(_message.Message):
     @_builtins.property
     def describe_producers_reply(self) -> Global___DescribeProducersReply: ...
     @_builtins.property
+    def join_transaction(self) -> Global___JoinTransactionRequest: ...
+    @_builtins.property
+    def join_transaction_reply(self) -> Global___JoinTransactionReply: ...
+    @_builtins.property
+    def participant_heartbeat(self) -> Global___ParticipantHeartbeatRequest: ...
+    @_builtins.property
+    def participant_heartbeat_reply(self) -> Global___ParticipantHeartbeatReply: ...
+    @_builtins.property
+    def commit_participants(self) -> Global___CommitParticipantsRequest: ...
+    @_builtins.property
+    def commit_participants_reply(self) -> Global___CommitParticipantsReply: ...
+    @_builtins.property
     def add_partitions_to_txn(self) -> Global___AddPartitionsToTxnRequest:
         """between brokers"""
 
@@ -422,6 +442,10 @@ class Head(_message.Message):
     def write_txn_markers(self) -> Global___WriteTxnMarkersRequest: ...
     @_builtins.property
     def write_txn_markers_reply(self) -> Global___WriteTxnMarkersReply: ...
+    @_builtins.property
+    def abort_participants(self) -> Global___AbortParticipantsRequest: ...
+    @_builtins.property
+    def abort_participants_reply(self) -> Global___AbortParticipantsReply: ...
     @_builtins.property
     def create_internal_topic(self) -> Global___CreateInternalTopicRequest:
         """broker -> controller"""
@@ -538,18 +562,26 @@ class Head(_message.Message):
         forget_transaction_reply: Global___ForgetTransactionReply | None = ...,
         describe_producers: Global___DescribeProducersRequest | None = ...,
         describe_producers_reply: Global___DescribeProducersReply | None = ...,
+        join_transaction: Global___JoinTransactionRequest | None = ...,
+        join_transaction_reply: Global___JoinTransactionReply | None = ...,
+        participant_heartbeat: Global___ParticipantHeartbeatRequest | None = ...,
+        participant_heartbeat_reply: Global___ParticipantHeartbeatReply | None = ...,
+        commit_participants: Global___CommitParticipantsRequest | None = ...,
+        commit_participants_reply: Global___CommitParticipantsReply | None = ...,
         add_partitions_to_txn: Global___AddPartitionsToTxnRequest | None = ...,
         add_partitions_to_txn_reply: Global___AddPartitionsToTxnReply | None = ...,
         write_txn_markers: Global___WriteTxnMarkersRequest | None = ...,
         write_txn_markers_reply: Global___WriteTxnMarkersReply | None = ...,
+        abort_participants: Global___AbortParticipantsRequest | None = ...,
+        abort_participants_reply: Global___AbortParticipantsReply | None = ...,
         create_internal_topic: Global___CreateInternalTopicRequest | None = ...,
         create_internal_topic_reply: Global___CreateInternalTopicReply | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_transaction", b"abort_transaction", "abort_transaction_reply", b"abort_transaction_reply", "add_partitions_to_txn", b"add_partitions_to_txn", "add_partitions_to_txn_reply", b"add_partitions_to_txn_reply", "add_voter", b"add_voter", "allocate_producer_ids", b"allocate_producer_ids", "allocate_producer_ids_reply", b"allocate_producer_ids_reply", "alter_configs", b"alter_configs", "alter_configs_reply", b"alter_configs_reply", "alter_partition", b"alter_partition", "alter_partition_reply", b"alter_partition_reply", "alter_reassignments", b"alter_reassignments", "alter_reassignments_reply", b"alter_reassignments_reply", "body", b"body", "broker_heartbeat", b"broker_heartbeat", "broker_heartbeat_reply", b"broker_heartbeat_reply", "byte_offsets", b"byte_offsets", "byte_offsets_reply", b"byte_offsets_reply", "change_voters_reply", b"change_voters_reply", "commit_to_table", b"commit_to_table", "commit_to_table_reply", b"commit_to_table_reply", "confirm_clock", b"confirm_clock", "confirm_clock_reply", b"confirm_clock_reply", "create_internal_topic", b"create_internal_topic", "create_internal_topic_reply", b"create_internal_topic_reply", "create_partitions", b"create_partitions", "create_partitions_reply", b"create_partitions_reply", "create_topics", b"create_topics", "create_topics_reply", b"create_topics_reply", "delete_records", b"delete_records", "delete_records_reply", b"delete_records_reply", "delete_topics", b"delete_topics", "delete_topics_reply", b"delete_topics_reply", "describe_cluster", b"describe_cluster", "describe_cluster_reply", b"describe_cluster_reply", "describe_configs", b"describe_configs", "describe_configs_reply", b"describe_configs_reply", "describe_partitions", b"describe_partitions", "describe_partitions_reply", b"describe_partitions_reply", "describe_producers", b"describe_producers", "describe_producers_reply", b"describe_producers_reply", "describe_quorum", b"describe_quorum", "describe_quorum_reply", b"describe_quorum_reply", "describe_tier", b"describe_tier", "describe_tier_reply", b"describe_tier_reply", "describe_transactions", b"describe_transactions", "describe_transactions_reply", b"describe_transactions_reply", "elect_leaders", b"elect_leaders", "elect_leaders_reply", b"elect_leaders_reply", "end_txn", b"end_txn", "end_txn_reply", b"end_txn_reply", "error", b"error", "fetch", b"fetch", "fetch_metadata_log", b"fetch_metadata_log", "fetch_metadata_log_reply", b"fetch_metadata_log_reply", "fetch_reply", b"fetch_reply", "fetch_snapshot", b"fetch_snapshot", "fetch_snapshot_reply", b"fetch_snapshot_reply", "find_coordinator", b"find_coordinator", "find_coordinator_reply", b"find_coordinator_reply", "forget_transaction", b"forget_transaction", "forget_transaction_reply", b"forget_transaction_reply", "hello", b"hello", "hello_reply", b"hello_reply", "init_producer_id", b"init_producer_id", "init_producer_id_reply", b"init_producer_id_reply", "list_brokers", b"list_brokers", "list_brokers_reply", b"list_brokers_reply", "list_offsets", b"list_offsets", "list_offsets_reply", b"list_offsets_reply", "list_reassignments", b"list_reassignments", "list_reassignments_reply", b"list_reassignments_reply", "list_transactions", b"list_transactions", "list_transactions_reply", b"list_transactions_reply", "metadata", b"metadata", "metadata_reply", b"metadata_reply", "produce", b"produce", "produce_reply", b"produce_reply", "quorum_begin", b"quorum_begin", "quorum_end", b"quorum_end", "quorum_fetch", b"quorum_fetch", "quorum_fetch_reply", b"quorum_fetch_reply", "quorum_heard_reply", b"quorum_heard_reply", "quorum_vote", b"quorum_vote", "quorum_vote_reply", b"quorum_vote_reply", "register_broker", b"register_broker", "register_broker_reply", b"register_broker_reply", "remove_voter", b"remove_voter", "tier_claim", b"tier_claim", "tier_claim_reply", b"tier_claim_reply", "tier_confirm", b"tier_confirm", "tier_confirm_reply", b"tier_confirm_reply", "tier_fetch", b"tier_fetch", "tier_fetch_reply", b"tier_fetch_reply", "tier_offset_for_time", b"tier_offset_for_time", "tier_offset_for_time_reply", b"tier_offset_for_time_reply", "tier_partitions", b"tier_partitions", "tier_partitions_reply", b"tier_partitions_reply", "tier_progress", b"tier_progress", "tier_progress_reply", b"tier_progress_reply", "tier_purge", b"tier_purge", "tier_purge_reply", b"tier_purge_reply", "tier_purged", b"tier_purged", "tier_purged_reply", b"tier_purged_reply", "tier_rows", b"tier_rows", "tier_rows_reply", b"tier_rows_reply", "unregister_broker", b"unregister_broker", "unregister_broker_reply", b"unregister_broker_reply", "upgrade_cluster", b"upgrade_cluster", "upgrade_cluster_reply", b"upgrade_cluster_reply", "write_txn_markers", b"write_txn_markers", "write_txn_markers_reply", b"write_txn_markers_reply"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_participants", b"abort_participants", "abort_participants_reply", b"abort_participants_reply", "abort_transaction", b"abort_transaction", "abort_transaction_reply", b"abort_transaction_reply", "add_partitions_to_txn", b"add_partitions_to_txn", "add_partitions_to_txn_reply", b"add_partitions_to_txn_reply", "add_voter", b"add_voter", "allocate_producer_ids", b"allocate_producer_ids", "allocate_producer_ids_reply", b"allocate_producer_ids_reply", "alter_configs", b"alter_configs", "alter_configs_reply", b"alter_configs_reply", "alter_partition", b"alter_partition", "alter_partition_reply", b"alter_partition_reply", "alter_reassignments", b"alter_reassignments", "alter_reassignments_reply", b"alter_reassignments_reply", "body", b"body", "broker_heartbeat", b"broker_heartbeat", "broker_heartbeat_reply", b"broker_heartbeat_reply", "byte_offsets", b"byte_offsets", "byte_offsets_reply", b"byte_offsets_reply", "change_voters_reply", b"change_voters_reply", "commit_participants", b"commit_participants", "commit_participants_reply", b"commit_participants_reply", "commit_to_table", b"commit_to_table", "commit_to_table_reply", b"commit_to_table_reply", "confirm_clock", b"confirm_clock", "confirm_clock_reply", b"confirm_clock_reply", "create_internal_topic", b"create_internal_topic", "create_internal_topic_reply", b"create_internal_topic_reply", "create_partitions", b"create_partitions", "create_partitions_reply", b"create_partitions_reply", "create_topics", b"create_topics", "create_topics_reply", b"create_topics_reply", "delete_records", b"delete_records", "delete_records_reply", b"delete_records_reply", "delete_topics", b"delete_topics", "delete_topics_reply", b"delete_topics_reply", "describe_cluster", b"describe_cluster", "describe_cluster_reply", b"describe_cluster_reply", "describe_configs", b"describe_configs", "describe_configs_reply", b"describe_configs_reply", "describe_partitions", b"describe_partitions", "describe_partitions_reply", b"describe_partitions_reply", "describe_producers", b"describe_producers", "describe_producers_reply", b"describe_producers_reply", "describe_quorum", b"describe_quorum", "describe_quorum_reply", b"describe_quorum_reply", "describe_tier", b"describe_tier", "describe_tier_reply", b"describe_tier_reply", "describe_transactions", b"describe_transactions", "describe_transactions_reply", b"describe_transactions_reply", "elect_leaders", b"elect_leaders", "elect_leaders_reply", b"elect_leaders_reply", "end_txn", b"end_txn", "end_txn_reply", b"end_txn_reply", "error", b"error", "fetch", b"fetch", "fetch_metadata_log", b"fetch_metadata_log", "fetch_metadata_log_reply", b"fetch_metadata_log_reply", "fetch_reply", b"fetch_reply", "fetch_snapshot", b"fetch_snapshot", "fetch_snapshot_reply", b"fetch_snapshot_reply", "find_coordinator", b"find_coordinator", "find_coordinator_reply", b"find_coordinator_reply", "forget_transaction", b"forget_transaction", "forget_transaction_reply", b"forget_transaction_reply", "hello", b"hello", "hello_reply", b"hello_reply", "init_producer_id", b"init_producer_id", "init_producer_id_reply", b"init_producer_id_reply", "join_transaction", b"join_transaction", "join_transaction_reply", b"join_transaction_reply", "list_brokers", b"list_brokers", "list_brokers_reply", b"list_brokers_reply", "list_offsets", b"list_offsets", "list_offsets_reply", b"list_offsets_reply", "list_reassignments", b"list_reassignments", "list_reassignments_reply", b"list_reassignments_reply", "list_transactions", b"list_transactions", "list_transactions_reply", b"list_transactions_reply", "metadata", b"metadata", "metadata_reply", b"metadata_reply", "participant_heartbeat", b"participant_heartbeat", "participant_heartbeat_reply", b"participant_heartbeat_reply", "produce", b"produce", "produce_reply", b"produce_reply", "quorum_begin", b"quorum_begin", "quorum_end", b"quorum_end", "quorum_fetch", b"quorum_fetch", "quorum_fetch_reply", b"quorum_fetch_reply", "quorum_heard_reply", b"quorum_heard_reply", "quorum_vote", b"quorum_vote", "quorum_vote_reply", b"quorum_vote_reply", "register_broker", b"register_broker", "register_broker_reply", b"register_broker_reply", "remove_voter", b"remove_voter", "tier_claim", b"tier_claim", "tier_claim_reply", b"tier_claim_reply", "tier_confirm", b"tier_confirm", "tier_confirm_reply", b"tier_confirm_reply", "tier_fetch", b"tier_fetch", "tier_fetch_reply", b"tier_fetch_reply", "tier_offset_for_time", b"tier_offset_for_time", "tier_offset_for_time_reply", b"tier_offset_for_time_reply", "tier_partitions", b"tier_partitions", "tier_partitions_reply", b"tier_partitions_reply", "tier_progress", b"tier_progress", "tier_progress_reply", b"tier_progress_reply", "tier_purge", b"tier_purge", "tier_purge_reply", b"tier_purge_reply", "tier_purged", b"tier_purged", "tier_purged_reply", b"tier_purged_reply", "tier_rows", b"tier_rows", "tier_rows_reply", b"tier_rows_reply", "unregister_broker", b"unregister_broker", "unregister_broker_reply", b"unregister_broker_reply", "upgrade_cluster", b"upgrade_cluster", "upgrade_cluster_reply", b"upgrade_cluster_reply", "write_txn_markers", b"write_txn_markers", "write_txn_markers_reply", b"write_txn_markers_reply"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_transaction", b"abort_transaction", "abort_transaction_reply", b"abort_transaction_reply", "add_partitions_to_txn", b"add_partitions_to_txn", "add_partitions_to_txn_reply", b"add_partitions_to_txn_reply", "add_voter", b"add_voter", "allocate_producer_ids", b"allocate_producer_ids", "allocate_producer_ids_reply", b"allocate_producer_ids_reply", "alter_configs", b"alter_configs", "alter_configs_reply", b"alter_configs_reply", "alter_partition", b"alter_partition", "alter_partition_reply", b"alter_partition_reply", "alter_reassignments", b"alter_reassignments", "alter_reassignments_reply", b"alter_reassignments_reply", "body", b"body", "broker_heartbeat", b"broker_heartbeat", "broker_heartbeat_reply", b"broker_heartbeat_reply", "byte_offsets", b"byte_offsets", "byte_offsets_reply", b"byte_offsets_reply", "change_voters_reply", b"change_voters_reply", "commit_to_table", b"commit_to_table", "commit_to_table_reply", b"commit_to_table_reply", "confirm_clock", b"confirm_clock", "confirm_clock_reply", b"confirm_clock_reply", "correlation_id", b"correlation_id", "create_internal_topic", b"create_internal_topic", "create_internal_topic_reply", b"create_internal_topic_reply", "create_partitions", b"create_partitions", "create_partitions_reply", b"create_partitions_reply", "create_topics", b"create_topics", "create_topics_reply", b"create_topics_reply", "delete_records", b"delete_records", "delete_records_reply", b"delete_records_reply", "delete_topics", b"delete_topics", "delete_topics_reply", b"delete_topics_reply", "describe_cluster", b"describe_cluster", "describe_cluster_reply", b"describe_cluster_reply", "describe_configs", b"describe_configs", "describe_configs_reply", b"describe_configs_reply", "describe_partitions", b"describe_partitions", "describe_partitions_reply", b"describe_partitions_reply", "describe_producers", b"describe_producers", "describe_producers_reply", b"describe_producers_reply", "describe_quorum", b"describe_quorum", "describe_quorum_reply", b"describe_quorum_reply", "describe_tier", b"describe_tier", "describe_tier_reply", b"describe_tier_reply", "describe_transactions", b"describe_transactions", "describe_transactions_reply", b"describe_transactions_reply", "elect_leaders", b"elect_leaders", "elect_leaders_reply", b"elect_leaders_reply", "end_txn", b"end_txn", "end_txn_reply", b"end_txn_reply", "error", b"error", "fetch", b"fetch", "fetch_metadata_log", b"fetch_metadata_log", "fetch_metadata_log_reply", b"fetch_metadata_log_reply", "fetch_reply", b"fetch_reply", "fetch_snapshot", b"fetch_snapshot", "fetch_snapshot_reply", b"fetch_snapshot_reply", "find_coordinator", b"find_coordinator", "find_coordinator_reply", b"find_coordinator_reply", "forget_transaction", b"forget_transaction", "forget_transaction_reply", b"forget_transaction_reply", "hello", b"hello", "hello_reply", b"hello_reply", "init_producer_id", b"init_producer_id", "init_producer_id_reply", b"init_producer_id_reply", "list_brokers", b"list_brokers", "list_brokers_reply", b"list_brokers_reply", "list_offsets", b"list_offsets", "list_offsets_reply", b"list_offsets_reply", "list_reassignments", b"list_reassignments", "list_reassignments_reply", b"list_reassignments_reply", "list_transactions", b"list_transactions", "list_transactions_reply", b"list_transactions_reply", "metadata", b"metadata", "metadata_reply", b"metadata_reply", "produce", b"produce", "produce_reply", b"produce_reply", "quorum_begin", b"quorum_begin", "quorum_end", b"quorum_end", "quorum_fetch", b"quorum_fetch", "quorum_fetch_reply", b"quorum_fetch_reply", "quorum_heard_reply", b"quorum_heard_reply", "quorum_vote", b"quorum_vote", "quorum_vote_reply", b"quorum_vote_reply", "register_broker", b"register_broker", "register_broker_reply", b"register_broker_reply", "remove_voter", b"remove_voter", "tier_claim", b"tier_claim", "tier_claim_reply", b"tier_claim_reply", "tier_confirm", b"tier_confirm", "tier_confirm_reply", b"tier_confirm_reply", "tier_fetch", b"tier_fetch", "tier_fetch_reply", b"tier_fetch_reply", "tier_offset_for_time", b"tier_offset_for_time", "tier_offset_for_time_reply", b"tier_offset_for_time_reply", "tier_partitions", b"tier_partitions", "tier_partitions_reply", b"tier_partitions_reply", "tier_progress", b"tier_progress", "tier_progress_reply", b"tier_progress_reply", "tier_purge", b"tier_purge", "tier_purge_reply", b"tier_purge_reply", "tier_purged", b"tier_purged", "tier_purged_reply", b"tier_purged_reply", "tier_rows", b"tier_rows", "tier_rows_reply", b"tier_rows_reply", "timeout_ms", b"timeout_ms", "unregister_broker", b"unregister_broker", "unregister_broker_reply", b"unregister_broker_reply", "upgrade_cluster", b"upgrade_cluster", "upgrade_cluster_reply", b"upgrade_cluster_reply", "write_txn_markers", b"write_txn_markers", "write_txn_markers_reply", b"write_txn_markers_reply"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_participants", b"abort_participants", "abort_participants_reply", b"abort_participants_reply", "abort_transaction", b"abort_transaction", "abort_transaction_reply", b"abort_transaction_reply", "add_partitions_to_txn", b"add_partitions_to_txn", "add_partitions_to_txn_reply", b"add_partitions_to_txn_reply", "add_voter", b"add_voter", "allocate_producer_ids", b"allocate_producer_ids", "allocate_producer_ids_reply", b"allocate_producer_ids_reply", "alter_configs", b"alter_configs", "alter_configs_reply", b"alter_configs_reply", "alter_partition", b"alter_partition", "alter_partition_reply", b"alter_partition_reply", "alter_reassignments", b"alter_reassignments", "alter_reassignments_reply", b"alter_reassignments_reply", "body", b"body", "broker_heartbeat", b"broker_heartbeat", "broker_heartbeat_reply", b"broker_heartbeat_reply", "byte_offsets", b"byte_offsets", "byte_offsets_reply", b"byte_offsets_reply", "change_voters_reply", b"change_voters_reply", "commit_participants", b"commit_participants", "commit_participants_reply", b"commit_participants_reply", "commit_to_table", b"commit_to_table", "commit_to_table_reply", b"commit_to_table_reply", "confirm_clock", b"confirm_clock", "confirm_clock_reply", b"confirm_clock_reply", "correlation_id", b"correlation_id", "create_internal_topic", b"create_internal_topic", "create_internal_topic_reply", b"create_internal_topic_reply", "create_partitions", b"create_partitions", "create_partitions_reply", b"create_partitions_reply", "create_topics", b"create_topics", "create_topics_reply", b"create_topics_reply", "delete_records", b"delete_records", "delete_records_reply", b"delete_records_reply", "delete_topics", b"delete_topics", "delete_topics_reply", b"delete_topics_reply", "describe_cluster", b"describe_cluster", "describe_cluster_reply", b"describe_cluster_reply", "describe_configs", b"describe_configs", "describe_configs_reply", b"describe_configs_reply", "describe_partitions", b"describe_partitions", "describe_partitions_reply", b"describe_partitions_reply", "describe_producers", b"describe_producers", "describe_producers_reply", b"describe_producers_reply", "describe_quorum", b"describe_quorum", "describe_quorum_reply", b"describe_quorum_reply", "describe_tier", b"describe_tier", "describe_tier_reply", b"describe_tier_reply", "describe_transactions", b"describe_transactions", "describe_transactions_reply", b"describe_transactions_reply", "elect_leaders", b"elect_leaders", "elect_leaders_reply", b"elect_leaders_reply", "end_txn", b"end_txn", "end_txn_reply", b"end_txn_reply", "error", b"error", "fetch", b"fetch", "fetch_metadata_log", b"fetch_metadata_log", "fetch_metadata_log_reply", b"fetch_metadata_log_reply", "fetch_reply", b"fetch_reply", "fetch_snapshot", b"fetch_snapshot", "fetch_snapshot_reply", b"fetch_snapshot_reply", "find_coordinator", b"find_coordinator", "find_coordinator_reply", b"find_coordinator_reply", "forget_transaction", b"forget_transaction", "forget_transaction_reply", b"forget_transaction_reply", "hello", b"hello", "hello_reply", b"hello_reply", "init_producer_id", b"init_producer_id", "init_producer_id_reply", b"init_producer_id_reply", "join_transaction", b"join_transaction", "join_transaction_reply", b"join_transaction_reply", "list_brokers", b"list_brokers", "list_brokers_reply", b"list_brokers_reply", "list_offsets", b"list_offsets", "list_offsets_reply", b"list_offsets_reply", "list_reassignments", b"list_reassignments", "list_reassignments_reply", b"list_reassignments_reply", "list_transactions", b"list_transactions", "list_transactions_reply", b"list_transactions_reply", "metadata", b"metadata", "metadata_reply", b"metadata_reply", "participant_heartbeat", b"participant_heartbeat", "participant_heartbeat_reply", b"participant_heartbeat_reply", "produce", b"produce", "produce_reply", b"produce_reply", "quorum_begin", b"quorum_begin", "quorum_end", b"quorum_end", "quorum_fetch", b"quorum_fetch", "quorum_fetch_reply", b"quorum_fetch_reply", "quorum_heard_reply", b"quorum_heard_reply", "quorum_vote", b"quorum_vote", "quorum_vote_reply", b"quorum_vote_reply", "register_broker", b"register_broker", "register_broker_reply", b"register_broker_reply", "remove_voter", b"remove_voter", "tier_claim", b"tier_claim", "tier_claim_reply", b"tier_claim_reply", "tier_confirm", b"tier_confirm", "tier_confirm_reply", b"tier_confirm_reply", "tier_fetch", b"tier_fetch", "tier_fetch_reply", b"tier_fetch_reply", "tier_offset_for_time", b"tier_offset_for_time", "tier_offset_for_time_reply", b"tier_offset_for_time_reply", "tier_partitions", b"tier_partitions", "tier_partitions_reply", b"tier_partitions_reply", "tier_progress", b"tier_progress", "tier_progress_reply", b"tier_progress_reply", "tier_purge", b"tier_purge", "tier_purge_reply", b"tier_purge_reply", "tier_purged", b"tier_purged", "tier_purged_reply", b"tier_purged_reply", "tier_rows", b"tier_rows", "tier_rows_reply", b"tier_rows_reply", "timeout_ms", b"timeout_ms", "unregister_broker", b"unregister_broker", "unregister_broker_reply", b"unregister_broker_reply", "upgrade_cluster", b"upgrade_cluster", "upgrade_cluster_reply", b"upgrade_cluster_reply", "write_txn_markers", b"write_txn_markers", "write_txn_markers_reply", b"write_txn_markers_reply"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "hello_reply", "metadata", "metadata_reply", "create_topics", "create_topics_reply", "delete_topics", "delete_topics_reply", "create_partitions", "create_partitions_reply", "describe_configs", "describe_configs_reply", "alter_configs", "alter_configs_reply", "list_offsets", "list_offsets_reply", "delete_records", "delete_records_reply", "init_producer_id", "init_producer_id_reply", "describe_partitions", "describe_partitions_reply", "describe_tier", "describe_tier_reply", "byte_offsets", "byte_offsets_reply", "produce", "produce_reply", "fetch", "fetch_reply", "register_broker", "register_broker_reply", "broker_heartbeat", "broker_heartbeat_reply", "fetch_metadata_log", "fetch_metadata_log_reply", "allocate_producer_ids", "allocate_producer_ids_reply", "alter_partition", "alter_partition_reply", "tier_purged", "tier_purged_reply", "quorum_vote", "quorum_vote_reply", "quorum_begin", "quorum_end", "quorum_heard_reply", "quorum_fetch", "quorum_fetch_reply", "describe_quorum", "describe_quorum_reply", "add_voter", "remove_voter", "change_voters_reply", "fetch_snapshot", "fetch_snapshot_reply", "alter_reassignments", "alter_reassignments_reply", "list_reassignments", "list_reassignments_reply", "elect_leaders", "elect_leaders_reply", "unregister_broker", "unregister_broker_reply", "list_brokers", "list_brokers_reply", "confirm_clock", "confirm_clock_reply", "describe_cluster", "describe_cluster_reply", "upgrade_cluster", "upgrade_cluster_reply", "tier_partitions", "tier_partitions_reply", "tier_progress", "tier_progress_reply", "tier_fetch", "tier_fetch_reply", "tier_offset_for_time", "tier_offset_for_time_reply", "tier_claim", "tier_claim_reply", "commit_to_table", "commit_to_table_reply", "tier_confirm", "tier_confirm_reply", "tier_purge", "tier_purge_reply", "tier_rows", "tier_rows_reply", "find_coordinator", "find_coordinator_reply", "end_txn", "end_txn_reply", "list_transactions", "list_transactions_reply", "describe_transactions", "describe_transactions_reply", "abort_transaction", "abort_transaction_reply", "forget_transaction", "forget_transaction_reply", "describe_producers", "describe_producers_reply", "add_partitions_to_txn", "add_partitions_to_txn_reply", "write_txn_markers", "write_txn_markers_reply", "create_internal_topic", "create_internal_topic_reply"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "hello_reply", "metadata", "metadata_reply", "create_topics", "create_topics_reply", "delete_topics", "delete_topics_reply", "create_partitions", "create_partitions_reply", "describe_configs", "describe_configs_reply", "alter_configs", "alter_configs_reply", "list_offsets", "list_offsets_reply", "delete_records", "delete_records_reply", "init_producer_id", "init_producer_id_reply", "describe_partitions", "describe_partitions_reply", "describe_tier", "describe_tier_reply", "byte_offsets", "byte_offsets_reply", "produce", "produce_reply", "fetch", "fetch_reply", "register_broker", "register_broker_reply", "broker_heartbeat", "broker_heartbeat_reply", "fetch_metadata_log", "fetch_metadata_log_reply", "allocate_producer_ids", "allocate_producer_ids_reply", "alter_partition", "alter_partition_reply", "tier_purged", "tier_purged_reply", "quorum_vote", "quorum_vote_reply", "quorum_begin", "quorum_end", "quorum_heard_reply", "quorum_fetch", "quorum_fetch_reply", "describe_quorum", "describe_quorum_reply", "add_voter", "remove_voter", "change_voters_reply", "fetch_snapshot", "fetch_snapshot_reply", "alter_reassignments", "alter_reassignments_reply", "list_reassignments", "list_reassignments_reply", "elect_leaders", "elect_leaders_reply", "unregister_broker", "unregister_broker_reply", "list_brokers", "list_brokers_reply", "confirm_clock", "confirm_clock_reply", "describe_cluster", "describe_cluster_reply", "upgrade_cluster", "upgrade_cluster_reply", "tier_partitions", "tier_partitions_reply", "tier_progress", "tier_progress_reply", "tier_fetch", "tier_fetch_reply", "tier_offset_for_time", "tier_offset_for_time_reply", "tier_claim", "tier_claim_reply", "commit_to_table", "commit_to_table_reply", "tier_confirm", "tier_confirm_reply", "tier_purge", "tier_purge_reply", "tier_rows", "tier_rows_reply", "find_coordinator", "find_coordinator_reply", "end_txn", "end_txn_reply", "list_transactions", "list_transactions_reply", "describe_transactions", "describe_transactions_reply", "abort_transaction", "abort_transaction_reply", "forget_transaction", "forget_transaction_reply", "describe_producers", "describe_producers_reply", "join_transaction", "join_transaction_reply", "participant_heartbeat", "participant_heartbeat_reply", "commit_participants", "commit_participants_reply", "add_partitions_to_txn", "add_partitions_to_txn_reply", "write_txn_markers", "write_txn_markers_reply", "abort_participants", "abort_participants_reply", "create_internal_topic", "create_internal_topic_reply"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -5461,6 +5493,7 @@ class TransactionDescription(_message.Message):
     STARTED_MS_FIELD_NUMBER: _builtins.int
     PARTITIONS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
     transactional_id: _builtins.str
     coordinator_id: _builtins.int
     state: _builtins.str
@@ -5473,6 +5506,10 @@ class TransactionDescription(_message.Message):
     def error(self) -> Global___Error: ...
     @_builtins.property
     def partitions(self) -> _containers.RepeatedCompositeFieldContainer[Global___FetchPartition]: ...
+    @_builtins.property
+    def job(self) -> Global___JobDescription:
+        """only of a job, whose producer_id is -1"""
+
     def __init__(
         self,
         *,
@@ -5486,14 +5523,49 @@ class TransactionDescription(_message.Message):
         started_ms: _builtins.int = ...,
         partitions: _abc.Iterable[Global___FetchPartition] | None = ...,
         reason: _builtins.str = ...,
+        job: Global___JobDescription | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "job", b"job"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_id", b"coordinator_id", "error", b"error", "partitions", b"partitions", "producer_epoch", b"producer_epoch", "producer_id", b"producer_id", "reason", b"reason", "started_ms", b"started_ms", "state", b"state", "timeout_ms", b"timeout_ms", "transactional_id", b"transactional_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_id", b"coordinator_id", "error", b"error", "job", b"job", "partitions", b"partitions", "producer_epoch", b"producer_epoch", "producer_id", b"producer_id", "reason", b"reason", "started_ms", b"started_ms", "state", b"state", "timeout_ms", b"timeout_ms", "transactional_id", b"transactional_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TransactionDescription: _TypeAlias = TransactionDescription  # noqa: Y015
+
+@_typing.final
+class JobDescription(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUERY_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
+    PARTICIPANTS_FIELD_NUMBER: _builtins.int
+    LAST_COMMITTED_FIELD_NUMBER: _builtins.int
+    BATCH_WRITE_FIELD_NUMBER: _builtins.int
+    query: _builtins.str
+    run: _builtins.str
+    batch: _builtins.int
+    participants: _builtins.int
+    last_committed: _builtins.int
+    batch_write: _builtins.bool
+    def __init__(
+        self,
+        *,
+        query: _builtins.str = ...,
+        run: _builtins.str = ...,
+        batch: _builtins.int = ...,
+        participants: _builtins.int = ...,
+        last_committed: _builtins.int = ...,
+        batch_write: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "batch_write", b"batch_write", "last_committed", b"last_committed", "participants", b"participants", "query", b"query", "run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JobDescription: _TypeAlias = JobDescription  # noqa: Y015
 
 @_typing.final
 class DescribeTransactionsReply(_message.Message):
@@ -5582,6 +5654,296 @@ class ForgetTransactionReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ForgetTransactionReply: _TypeAlias = ForgetTransactionReply  # noqa: Y015
+
+@_typing.final
+class JobBatch(_message.Message):
+    """One transaction of many producers (X4, X5, X7 to X10).  job: a transactional id of the kind participants.  query, run, batch: as Spark names them.
+    batch_write: the job is one batch write, and is forgotten after a day.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    QUERY_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
+    BATCH_WRITE_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    query: _builtins.str
+    run: _builtins.str
+    batch: _builtins.int
+    batch_write: _builtins.bool
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        query: _builtins.str = ...,
+        run: _builtins.str = ...,
+        batch: _builtins.int = ...,
+        batch_write: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "batch_write", b"batch_write", "job", b"job", "query", b"query", "run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JobBatch: _TypeAlias = JobBatch  # noqa: Y015
+
+@_typing.final
+class TopicSums(_message.Message):
+    """row_sum: the sum of the rows' hashes, modulo 2^64"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_ID_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    ROW_SUM_FIELD_NUMBER: _builtins.int
+    topic_id: _builtins.str
+    rows: _builtins.int
+    bytes: _builtins.int
+    row_sum: _builtins.int
+    def __init__(
+        self,
+        *,
+        topic_id: _builtins.str = ...,
+        rows: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+        row_sum: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "row_sum", b"row_sum", "rows", b"rows", "topic_id", b"topic_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TopicSums: _TypeAlias = TopicSums  # noqa: Y015
+
+@_typing.final
+class JoinTransactionRequest(_message.Message):
+    """metadata_offset: the metadata of the broker that told the client the topic ids"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BATCH_FIELD_NUMBER: _builtins.int
+    TOPIC_IDS_FIELD_NUMBER: _builtins.int
+    METADATA_OFFSET_FIELD_NUMBER: _builtins.int
+    metadata_offset: _builtins.int
+    @_builtins.property
+    def batch(self) -> Global___JobBatch: ...
+    @_builtins.property
+    def topic_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        batch: Global___JobBatch | None = ...,
+        topic_ids: _abc.Iterable[_builtins.str] | None = ...,
+        metadata_offset: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "metadata_offset", b"metadata_offset", "topic_ids", b"topic_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JoinTransactionRequest: _TypeAlias = JoinTransactionRequest  # noqa: Y015
+
+@_typing.final
+class JoinTransactionReply(_message.Message):
+    """committed: the batch is committed already, with these sums; the producer id is -1 then"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRODUCER_ID_FIELD_NUMBER: _builtins.int
+    PRODUCER_EPOCH_FIELD_NUMBER: _builtins.int
+    COMMITTED_FIELD_NUMBER: _builtins.int
+    SUMS_FIELD_NUMBER: _builtins.int
+    LEASE_MS_FIELD_NUMBER: _builtins.int
+    producer_id: _builtins.int
+    producer_epoch: _builtins.int
+    committed: _builtins.bool
+    lease_ms: _builtins.int
+    @_builtins.property
+    def sums(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopicSums]: ...
+    def __init__(
+        self,
+        *,
+        producer_id: _builtins.int = ...,
+        producer_epoch: _builtins.int = ...,
+        committed: _builtins.bool = ...,
+        sums: _abc.Iterable[Global___TopicSums] | None = ...,
+        lease_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "lease_ms", b"lease_ms", "producer_epoch", b"producer_epoch", "producer_id", b"producer_id", "sums", b"sums"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JoinTransactionReply: _TypeAlias = JoinTransactionReply  # noqa: Y015
+
+@_typing.final
+class Participant(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRODUCER_ID_FIELD_NUMBER: _builtins.int
+    PRODUCER_EPOCH_FIELD_NUMBER: _builtins.int
+    producer_id: _builtins.int
+    producer_epoch: _builtins.int
+    def __init__(
+        self,
+        *,
+        producer_id: _builtins.int = ...,
+        producer_epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["producer_epoch", b"producer_epoch", "producer_id", b"producer_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Participant: _TypeAlias = Participant  # noqa: Y015
+
+@_typing.final
+class ParticipantHeartbeatRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BATCH_FIELD_NUMBER: _builtins.int
+    PARTICIPANT_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
+    finished: _builtins.bool
+    @_builtins.property
+    def batch(self) -> Global___JobBatch: ...
+    @_builtins.property
+    def participant(self) -> Global___Participant: ...
+    def __init__(
+        self,
+        *,
+        batch: Global___JobBatch | None = ...,
+        participant: Global___Participant | None = ...,
+        finished: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "participant", b"participant"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "finished", b"finished", "participant", b"participant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ParticipantHeartbeatRequest: _TypeAlias = ParticipantHeartbeatRequest  # noqa: Y015
+
+@_typing.final
+class ParticipantHeartbeatReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ParticipantHeartbeatReply: _TypeAlias = ParticipantHeartbeatReply  # noqa: Y015
+
+@_typing.final
+class CommitParticipantsRequest(_message.Message):
+    """participants: every one whose records become visible; the others that have joined are aborted.  accept_mismatch: onReplayMismatch=accept"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BATCH_FIELD_NUMBER: _builtins.int
+    PARTICIPANTS_FIELD_NUMBER: _builtins.int
+    SUMS_FIELD_NUMBER: _builtins.int
+    ACCEPT_MISMATCH_FIELD_NUMBER: _builtins.int
+    METADATA_OFFSET_FIELD_NUMBER: _builtins.int
+    accept_mismatch: _builtins.bool
+    metadata_offset: _builtins.int
+    @_builtins.property
+    def batch(self) -> Global___JobBatch: ...
+    @_builtins.property
+    def participants(self) -> _containers.RepeatedCompositeFieldContainer[Global___Participant]: ...
+    @_builtins.property
+    def sums(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopicSums]: ...
+    def __init__(
+        self,
+        *,
+        batch: Global___JobBatch | None = ...,
+        participants: _abc.Iterable[Global___Participant] | None = ...,
+        sums: _abc.Iterable[Global___TopicSums] | None = ...,
+        accept_mismatch: _builtins.bool = ...,
+        metadata_offset: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accept_mismatch", b"accept_mismatch", "batch", b"batch", "metadata_offset", b"metadata_offset", "participants", b"participants", "sums", b"sums"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CommitParticipantsRequest: _TypeAlias = CommitParticipantsRequest  # noqa: Y015
+
+@_typing.final
+class CommitParticipantsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ALREADY_COMMITTED_FIELD_NUMBER: _builtins.int
+    SUMS_FIELD_NUMBER: _builtins.int
+    already_committed: _builtins.bool
+    @_builtins.property
+    def sums(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopicSums]: ...
+    def __init__(
+        self,
+        *,
+        already_committed: _builtins.bool = ...,
+        sums: _abc.Iterable[Global___TopicSums] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["already_committed", b"already_committed", "sums", b"sums"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CommitParticipantsReply: _TypeAlias = CommitParticipantsReply  # noqa: Y015
+
+@_typing.final
+class AbortParticipantsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BATCH_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def batch(self) -> Global___JobBatch: ...
+    def __init__(
+        self,
+        *,
+        batch: Global___JobBatch | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AbortParticipantsRequest: _TypeAlias = AbortParticipantsRequest  # noqa: Y015
+
+@_typing.final
+class AbortParticipantsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMMITTED_FIELD_NUMBER: _builtins.int
+    committed: _builtins.bool
+    def __init__(
+        self,
+        *,
+        committed: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AbortParticipantsReply: _TypeAlias = AbortParticipantsReply  # noqa: Y015
 
 @_typing.final
 class ProducerState(_message.Message):
@@ -5721,22 +6083,148 @@ class TransactionRecord(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TRANSACTION_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
+    PARTICIPANT_FIELD_NUMBER: _builtins.int
+    COMMITTED_BATCH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def transaction(self) -> Global___TransactionStateRecord: ...
+    @_builtins.property
+    def job(self) -> Global___JobRecord: ...
+    @_builtins.property
+    def participant(self) -> Global___ParticipantRecord: ...
+    @_builtins.property
+    def committed_batch(self) -> Global___CommittedBatchRecord: ...
     def __init__(
         self,
         *,
         transaction: Global___TransactionStateRecord | None = ...,
+        job: Global___JobRecord | None = ...,
+        participant: Global___ParticipantRecord | None = ...,
+        committed_batch: Global___CommittedBatchRecord | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["record", b"record", "transaction", b"transaction"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["committed_batch", b"committed_batch", "job", b"job", "participant", b"participant", "record", b"record", "transaction", b"transaction"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["record", b"record", "transaction", b"transaction"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_batch", b"committed_batch", "job", b"job", "participant", b"participant", "record", b"record", "transaction", b"transaction"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_record: _TypeAlias = _typing.Literal["transaction"]  # noqa: Y015
+    _WhichOneofReturnType_record: _TypeAlias = _typing.Literal["transaction", "job", "participant", "committed_batch"]  # noqa: Y015
     _WhichOneofArgType_record: _TypeAlias = _typing.Literal["record", b"record"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_record) -> _WhichOneofReturnType_record | None: ...
 
 Global___TransactionRecord: _TypeAlias = TransactionRecord  # noqa: Y015
+
+@_typing.final
+class JobRecord(_message.Message):
+    """A job (X5, X8, X9): the transaction that is open or was the last one, with the state as below.  superseded: the newest 32 runs before `run`.
+    transaction: its number, from 1.  named: the producer ids that commit.  last_committed: the highest committed batch; -1 = none.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    QUERY_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
+    BATCH_WRITE_FIELD_NUMBER: _builtins.int
+    SUPERSEDED_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    TRANSACTION_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
+    TOPICS_FIELD_NUMBER: _builtins.int
+    NAMED_FIELD_NUMBER: _builtins.int
+    LAST_COMMITTED_FIELD_NUMBER: _builtins.int
+    STARTED_MS_FIELD_NUMBER: _builtins.int
+    UPDATED_MS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    METADATA_OFFSET_FIELD_NUMBER: _builtins.int
+    OPENED_BY_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    query: _builtins.str
+    run: _builtins.str
+    batch_write: _builtins.bool
+    state: _builtins.int
+    transaction: _builtins.int
+    batch: _builtins.int
+    last_committed: _builtins.int
+    started_ms: _builtins.int
+    updated_ms: _builtins.int
+    reason: _builtins.str
+    metadata_offset: _builtins.int
+    opened_by: _builtins.str
+    """the run that opened the transaction"""
+    @_builtins.property
+    def superseded(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def topics(self) -> _containers.RepeatedCompositeFieldContainer[Global___TxnTopic]: ...
+    @_builtins.property
+    def named(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        query: _builtins.str = ...,
+        run: _builtins.str = ...,
+        batch_write: _builtins.bool = ...,
+        superseded: _abc.Iterable[_builtins.str] | None = ...,
+        state: _builtins.int = ...,
+        transaction: _builtins.int = ...,
+        batch: _builtins.int = ...,
+        topics: _abc.Iterable[Global___TxnTopic] | None = ...,
+        named: _abc.Iterable[_builtins.int] | None = ...,
+        last_committed: _builtins.int = ...,
+        started_ms: _builtins.int = ...,
+        updated_ms: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        metadata_offset: _builtins.int = ...,
+        opened_by: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "batch_write", b"batch_write", "job", b"job", "last_committed", b"last_committed", "metadata_offset", b"metadata_offset", "named", b"named", "opened_by", b"opened_by", "query", b"query", "reason", b"reason", "run", b"run", "started_ms", b"started_ms", "state", b"state", "superseded", b"superseded", "topics", b"topics", "transaction", b"transaction", "updated_ms", b"updated_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JobRecord: _TypeAlias = JobRecord  # noqa: Y015
+
+@_typing.final
+class ParticipantRecord(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRODUCER_EPOCH_FIELD_NUMBER: _builtins.int
+    TRANSACTION_FIELD_NUMBER: _builtins.int
+    producer_epoch: _builtins.int
+    transaction: _builtins.int
+    def __init__(
+        self,
+        *,
+        producer_epoch: _builtins.int = ...,
+        transaction: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["producer_epoch", b"producer_epoch", "transaction", b"transaction"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ParticipantRecord: _TypeAlias = ParticipantRecord  # noqa: Y015
+
+@_typing.final
+class CommittedBatchRecord(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUMS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def sums(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopicSums]: ...
+    def __init__(
+        self,
+        *,
+        sums: _abc.Iterable[Global___TopicSums] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sums", b"sums"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CommittedBatchRecord: _TypeAlias = CommittedBatchRecord  # noqa: Y015
 
 @_typing.final
 class TxnTopic(_message.Message):

@@ -101,8 +101,9 @@ class Bench:
         newest = {record.key: (at, record) for at, record in enumerate(self.log)}
         for at, record in sorted(newest.values(), key=lambda each: each[0]):
             compacted.apply(at, record)
-        assert self.replayed().transactions == self.machine.transactions
-        assert compacted.transactions == self.machine.transactions
+        for again in (self.replayed(), compacted):
+            assert again.transactions == self.machine.transactions
+            assert again.jobs == self.machine.jobs
 
     def known(self, transactional_id: str = ID) -> TransactionMetadata:
         return self.machine.transactions[transactional_id]

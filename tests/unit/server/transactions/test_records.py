@@ -81,7 +81,7 @@ def test_topics_without_unclean_epochs_name_none() -> None:
         (b"\x00", errors.CorruptLog, "the key"),
         (b"\x00\x01\xff", errors.CorruptLog, "utf-8"),
         (b"\x01\x01x", errors.NewerFormat, "version 1"),
-        (b"\x00\x02x", errors.NewerFormat, "the kind 2"),
+        (b"\x00\x04x", errors.NewerFormat, "the kind 4"),
     ],
 )
 def test_a_key_that_is_not_known_is_refused(
@@ -96,7 +96,8 @@ def test_a_key_that_is_not_known_is_refused(
     [
         (b"\x0a", errors.CorruptLog),  # cut short
         (b"", errors.NewerFormat),  # no kind
-        (b"\x12\x00", errors.NewerFormat),  # a kind with field number 2
+        (b"\x1a\x00", errors.NewerFormat),  # the record of a participant under the key of an id
+        (b"\x2a\x00", errors.NewerFormat),  # a kind with field number 5
         (b"\x0a\x04\xb8\x01\x01" + b"\x00", errors.CorruptLog),
         (b"\x0a\x03\xb8\x06\x01", errors.NewerFormat),  # field 103 of the transaction
     ],
