@@ -78,6 +78,12 @@ class ControlStream:
             "delete_records": lambda request, _: offsets.delete_records(request),
             "init_producer_id": self._init_producer_id,
             "end_txn": lambda request, _: self._transactions.end(request),
+            "join_transaction": lambda request, _: self._transactions.join(request),
+            "participant_heartbeat": lambda request, _: self._transactions.heartbeat(request),
+            "commit_participants": lambda request, _: self._transactions.commit_participants(
+                request
+            ),
+            "abort_participants": lambda request, _: self._transactions.abort_participants(request),
             "list_transactions": lambda request, _: self._transactions.list(request),
             "describe_transactions": lambda request, _: self._transactions.describe(request),
             "abort_transaction": lambda request, _: self._transactions.abort(request),

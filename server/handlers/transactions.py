@@ -52,6 +52,10 @@ class TransactionRequests:
         self.forget = coordinators.forget
         self.describe = coordinators.describe
         self.list = coordinators.list
+        self.heartbeat = coordinators.heartbeat
+        self.commit_participants = coordinators.commit_participants
+        self.abort_participants = coordinators.abort_participants
+        self._join = coordinators.join
         self._add_partitions = coordinators.add_partitions
 
     def between_brokers(self) -> dict[str, Handler]:
@@ -60,6 +64,10 @@ class TransactionRequests:
             "add_partitions_to_txn": lambda request, _: self.add_partitions(request),
             "write_txn_markers": lambda request, _: self.write_markers(request),
         }
+
+    async def join(self, request: wire.JoinTransactionRequest) -> wire.JoinTransactionReply:
+        """Make a task a participant of its batch (rule X5)."""
+        return await self._join(request, self._progress, METADATA_WAIT_MS)
 
     async def add_partitions(
         self, request: wire.AddPartitionsToTxnRequest

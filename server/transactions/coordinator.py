@@ -40,6 +40,7 @@ from pk.server.runtime.replayed_host import ReplayedHost
 from pk.server.transactions import commands, records
 from pk.server.transactions.machine import TransactionCoordinator
 from pk.server.transactions.marker_sender import Ending, TransactionMarkerSender
+from pk.server.transactions.participants.leases import Leases
 from pk.server.transactions.verifier import coordinator_of
 from pk.tasks import TaskRegistry
 from pk.transactional_ids import PARTITIONS, TOPIC, partition_of_id, producer_id
@@ -68,6 +69,7 @@ class _Hosted:
         epoch: Epoch,
         host: ReplayedHost[Any, Any],
         log: PartitionReplayLog[records.TransactionLogRecord],
+        leases: Leases,
     ) -> None:
         self.number = number
         self.epoch = epoch
@@ -77,6 +79,7 @@ class _Hosted:
         self.resumed: Any = None  #: the machine whose prepared transactions were taken up (N3)
         self.deadlines: dict[str, commands.TransactionBegan] = {}
         self.endings: dict[str, Ending] = {}
+        self.leases = leases
         #: by id and pair: the monotonic time at which `late` first saw the transaction
         self._seen_ms: dict[tuple[str, ProducerId, int], int] = {}
         self.forget_at_ms = 0  #: when ids without a transaction are looked for next
@@ -185,7 +188,8 @@ class TransactionCoordinators:
             on_effects=partial(self._effects, number, epoch),
             unavailable=errors.NotCoordinator,
         )
-        hosted = self._hosted[number] = _Hosted(number, epoch, host, log)
+        leases = Leases(server["participant_lease_ms"], server["participant_transaction_max_ms"])
+        hosted = self._hosted[number] = _Hosted(number, epoch, host, log, leases)
         return hosted
 
     async def _load(self, hosted: _Hosted) -> None:
@@ -213,6 +217,7 @@ class TransactionCoordinators:
         machine = hosted.host.machine
         hosted.deadlines.clear()  # effects of commands behind this one may fill it already
         hosted.endings.clear()
+        hosted.leases.clear()
         try:
             found = await hosted.host.ask(commands.Resume())
         except errors.PkError:
@@ -221,7 +226,9 @@ class TransactionCoordinators:
         for each in found:
             if isinstance(each, commands.TransactionBegan):
                 hosted.deadlines.setdefault(each.transactional_id, each)
-            elif each.transactional_id not in hosted.endings:
+            elif isinstance(each, commands.BatchBegan):
+                hosted.leases.began(each, self._env.now_ms)
+            elif _id_of(each) not in hosted.endings:
                 self._deliver(hosted, each)
 
     # -- effects ---------------------------------------------------------------------------------
@@ -235,24 +242,39 @@ class TransactionCoordinators:
             event = effect.value
             if effect.name == commands.BEGAN:
                 hosted.deadlines[event.transactional_id] = event
+            elif effect.name == commands.BATCH_BEGAN:
+                hosted.leases.began(event, self._env.now_ms)
             elif effect.name == commands.PREPARED:
-                hosted.deadlines.pop(event.transactional_id, None)
+                self._decided(hosted, event)
                 self._deliver(hosted, event)
             elif effect.name == commands.ENDED:
-                hosted.deadlines.pop(event.transactional_id, None)
-                hosted.endings.pop(event.transactional_id, None)
+                self._decided(hosted, event)
+                hosted.endings.pop(_id_of(event), None)
 
-    def _deliver(self, hosted: _Hosted, event: commands.TransactionPrepared) -> None:
+    def _decided(self, hosted: _Hosted, event: Any) -> None:
+        if isinstance(event, commands.BatchPrepared | commands.BatchEnded):
+            hosted.leases.ended(event.job, event.transaction)
+        else:
+            hosted.deadlines.pop(event.transactional_id, None)
+
+    def _deliver(
+        self, hosted: _Hosted, event: commands.TransactionPrepared | commands.BatchPrepared
+    ) -> None:
+        if isinstance(event, commands.BatchPrepared):
+            markers, number, batch = event.markers, event.transaction, event.batch
+        else:
+            marker = commands.ParticipantMarker(event.producer_id, event.marker_epoch, event.commit)
+            markers, number, batch = (marker,), NONE, NONE
         ending = Ending(
-            event.transactional_id,
-            event.producer_id,
-            event.marker_epoch,
-            event.commit,
+            _id_of(event),
+            markers,
             hosted.epoch,
             event.partitions,
             event.metadata_offset,
+            number,
+            batch,
         )
-        hosted.endings[event.transactional_id] = ending
+        hosted.endings[ending.transactional_id] = ending
         self._sender.deliver(ending)
 
     def _written(self, ending: Ending) -> None:
@@ -260,9 +282,14 @@ class TransactionCoordinators:
 
     async def _complete(self, ending: Ending) -> None:
         number = partition_of_id(ending.transactional_id)
-        command = commands.MarkersWritten(
-            ending.transactional_id, ending.producer_id, ending.producer_epoch
-        )
+        command: commands.Command
+        if ending.transaction == NONE:
+            (marker,) = ending.markers
+            command = commands.MarkersWritten(
+                ending.transactional_id, marker.producer_id, marker.producer_epoch
+            )
+        else:
+            command = commands.BatchMarked(ending.transactional_id, ending.transaction)
         hosted = self._hosted.get(number)
         if hosted is None or hosted.epoch != ending.coordinator_epoch:
             return
@@ -313,12 +340,24 @@ class TransactionCoordinators:
                     transactional_ids=[each.transactional_id for each in late[:20]],
                     count=len(late),
                 )
+            await self._expire_batches(hosted, now_ms)
             if self._env.now_ms >= hosted.forget_at_ms:
                 hosted.forget_at_ms = self._env.now_ms + FORGET_MS
                 while await hosted.host.ask(commands.ForgetExpired()) == commands.FORGET_MAX:
                     pass
         except errors.PkError:
             return  # the next tick asks again
+
+    async def _expire_batches(self, hosted: _Hosted, wall_ms: int) -> None:
+        """Abort the batches that no task has held for their lease (X4)."""
+        late = hosted.leases.late(wall_ms, self._env.now_ms)
+        if not late:
+            return
+        await hosted.host.ask(commands.ExpireBatches(tuple(late)))
+        for job, transaction in late:
+            hosted.leases.ended(job, transaction)
+        jobs = [job for job, _ in late]
+        self._env.warn("participants_timed_out", jobs=jobs[:20], count=len(jobs))
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -374,6 +413,69 @@ class TransactionCoordinators:
         answers = await self._ask(hosted, commands.AddPartitions(request))
         return wire.AddPartitionsToTxnReply(coordinator_epoch=hosted.epoch, answers=answers)
 
+    async def join(
+        self, request: wire.JoinTransactionRequest, progress: MetadataProgress, timeout_ms: int
+    ) -> wire.JoinTransactionReply:
+        """Make a task a participant of its batch (X5)."""
+        hosted = self._serving(partition_of_id(request.batch.job))
+        await progress.reached(request.metadata_offset, timeout_ms)
+        fresh_id = hosted.fresh_id()
+        command = commands.JoinTransaction(request, self._metadata.image, fresh_id)
+        reply: wire.JoinTransactionReply = await self._ask(hosted, command)
+        if reply.producer_id != fresh_id:
+            hosted.unused(fresh_id)
+        reply.lease_ms = hosted.leases.lease_ms
+        self._heard(hosted, reply.producer_id, reply.producer_epoch)
+        return reply
+
+    async def heartbeat(
+        self, request: wire.ParticipantHeartbeatRequest
+    ) -> wire.ParticipantHeartbeatReply:
+        """Renew the lease of a batch for one of its tasks (X4)."""
+        hosted = self._serving(partition_of_id(request.batch.job))
+        participant = request.participant
+        if not self._heard(
+            hosted, participant.producer_id, participant.producer_epoch, finished=request.finished
+        ):
+            raise errors.InvalidTxnState(
+                f"({participant.producer_id}, {participant.producer_epoch}) is not part of an open "
+                f"transaction of {request.batch.job!r}: its batch was ended"
+            )
+        return wire.ParticipantHeartbeatReply()
+
+    def _heard(
+        self, hosted: _Hosted, producer_id: ProducerId, epoch: int, *, finished: bool = False
+    ) -> bool:
+        """Renew the lease of a participant's batch; False if the batch is not open."""
+        machine: Any = hosted.host.machine
+        found = machine.jobs.owner(producer_id)
+        if found is None:
+            return False
+        job, participant = found
+        if not job.joined(participant) or participant.epoch != epoch or not job.open:
+            return False
+        hosted.leases.heard(job.job, job.transaction, self._env.now_ms, finished=finished)
+        return True
+
+    async def commit_participants(
+        self, request: wire.CommitParticipantsRequest
+    ) -> wire.CommitParticipantsReply:
+        """Commit a batch, and abort its participants that are not named (X7)."""
+        hosted = self._serving(partition_of_id(request.batch.job))
+        command = commands.CommitParticipants(request, self._metadata.image)
+        reply: wire.CommitParticipantsReply = await self._ask(hosted, command)
+        return reply
+
+    async def abort_participants(
+        self, request: wire.AbortParticipantsRequest
+    ) -> wire.AbortParticipantsReply:
+        """Abort the open batch of a run."""
+        hosted = self._serving(partition_of_id(request.batch.job))
+        reply: wire.AbortParticipantsReply = await self._ask(
+            hosted, commands.AbortParticipants(request)
+        )
+        return reply
+
     async def abort(self, request: wire.AbortTransactionRequest) -> wire.AbortTransactionReply:
         """Abort a transaction as an operator asks."""
         hosted = self._serving(partition_of_id(request.transactional_id))
@@ -421,3 +523,9 @@ class TransactionCoordinators:
             command = commands.ListTransactions(request)
             reply.transactions.extend(await self._ask(hosted, command))
         return reply
+
+
+def _id_of(event: Any) -> str:
+    """Return the transactional id of an event; a job's is its name."""
+    found: str = getattr(event, "job", None) or event.transactional_id
+    return found

@@ -5,7 +5,8 @@ watermark, or was deleted.  The sender asks again until then: markers may be wri
 second one changes nothing (log/producers).
 
 Invariants
-  K1  Markers for one broker travel together; one request to it is in flight.
+  K1  Markers for one broker travel together; one request to it is in flight.  The markers of all
+      participants of a job reach a partition in one request, and are one control batch there.
   K2  A partition counts as deleted only in a metadata image that is at least as new as the image of
       the leaders that asked about it.  An older image may not have its topic yet.
 """
@@ -13,13 +14,14 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from pk import errors
+from pk import errors, limits
 from pk.backoff import Backoff, equal_jitter
 from pk.server.metadata.cache import MetadataCache
 from pk.server.replica.context import InterBrokerCalls
+from pk.server.transactions.commands import ParticipantMarker
 from pk.server.transactions.gathering import GatheredCalls
 from pk.tasks import TaskRegistry
 from pk.types import NONE, Epoch, NodeId, Offset, PartitionKey
@@ -35,19 +37,23 @@ WAITING_MAX = 100_000
 
 
 class Ending(NamedTuple):
-    """A transaction that was decided."""
+    """A transaction that was decided.
+
+    `markers`: one for a producer; one for each participant of a job.
+    """
 
     transactional_id: str
-    producer_id: int
-    producer_epoch: int  #: of the marker, one above the transaction's (X1)
-    commit: bool
+    markers: tuple[ParticipantMarker, ...]
     coordinator_epoch: Epoch
     partitions: tuple[PartitionKey, ...]
     metadata_offset: Offset  #: the newest image of a leader that asked (K2)
+    transaction: int = NONE  #: the number of a job's transaction
+    batch: int = NONE  #: the batch of a job
 
     @property
-    def pair(self) -> tuple[int, int]:
-        return self.producer_id, self.producer_epoch
+    def name(self) -> tuple[object, ...]:
+        """What tells this ending from others, also from one of another coordinator."""
+        return self.transactional_id, self.transaction, self.markers[:1], self.coordinator_epoch
 
 
 class _Write(NamedTuple):
@@ -84,13 +90,12 @@ class TransactionMarkerSender:
 
     def deliver(self, ending: Ending) -> None:
         """Begin to deliver the markers of an ending, unless that runs already."""
-        name = (ending.producer_id, ending.producer_epoch, ending.coordinator_epoch)
-        if name not in self._tasks:
-            self._tasks.spawn(self._deliver(ending), name)
+        if ending.name not in self._tasks:
+            self._tasks.spawn(self._deliver(ending), ending.name)
 
     def drop(self, ending: Ending) -> None:
         """Stop to deliver an ending: another broker coordinates it now."""
-        self._tasks.cancel((ending.producer_id, ending.producer_epoch, ending.coordinator_epoch))
+        self._tasks.cancel(ending.name)
 
     async def _deliver(self, ending: Ending) -> None:
         backoff = Backoff(BACKOFF_MS, equal_jitter(self._world.rng))
@@ -123,22 +128,32 @@ class TransactionMarkerSender:
     async def _send(
         self, node_id: NodeId, writes: Sequence[_Write]
     ) -> Sequence[errors.PkError | None]:
+        results: list[errors.PkError | None] = []
+        for part in _parts(writes):
+            results += await self._send_part(node_id, part)
+        return results
+
+    async def _send_part(
+        self, node_id: NodeId, writes: Sequence[_Write]
+    ) -> Sequence[errors.PkError | None]:
         request = wire.WriteTxnMarkersRequest()
-        markers: dict[tuple[int, int], int] = {}
+        index: dict[ParticipantMarker, int] = {}
         for ending, key in writes:
-            if ending.pair not in markers:
-                markers[ending.pair] = len(markers)
-                request.markers.add(
-                    producer_id=ending.producer_id,
-                    producer_epoch=ending.producer_epoch,
-                    commit=ending.commit,
-                    coordinator_epoch=ending.coordinator_epoch,
-                    partition_count=len(ending.partitions),
-                    batch_id=NONE,
+            for marker in ending.markers:
+                if marker not in index:
+                    index[marker] = len(index)
+                    request.markers.add(
+                        producer_id=marker.producer_id,
+                        producer_epoch=marker.producer_epoch,
+                        commit=marker.commit,
+                        coordinator_epoch=ending.coordinator_epoch,
+                        partition_count=len(ending.partitions),
+                        batch_id=ending.batch,
+                        application="" if ending.batch == NONE else ending.transactional_id,
+                    )
+                request.markers[index[marker]].partitions.add(
+                    topic_id=key.topic_id, partition=key.partition
                 )
-            request.markers[markers[ending.pair]].partitions.add(
-                topic_id=key.topic_id, partition=key.partition
-            )
         reply: wire.WriteTxnMarkersReply = await self._calls.call(node_id, request, CALL_TIMEOUT_MS)
         answered: dict[tuple[int, PartitionKey], errors.PkError | None] = {}
         for result in reply.results:
@@ -146,4 +161,28 @@ class TransactionMarkerSender:
             failed = result.HasField("error")
             answered[result.marker, key] = frames.raise_error(result.error) if failed else None
         missing = errors.BrokerUnavailable(f"broker {node_id} left out a marker")
-        return [answered.get((markers[each.ending.pair], each.key), missing) for each in writes]
+        return [
+            next(
+                (
+                    failure
+                    for marker in ending.markers
+                    if (failure := answered.get((index[marker], key), missing)) is not None
+                ),
+                None,
+            )
+            for ending, key in writes
+        ]
+
+
+def _parts(writes: Sequence[_Write]) -> Iterator[Sequence[_Write]]:
+    """Return the writes of each request: markers times partitions are bounded."""
+    part: list[_Write] = []
+    count = 0
+    for each in writes:
+        if part and count + len(each.ending.markers) > limits.TXN_MARKERS_MAX:
+            yield part
+            part, count = [], 0
+        part.append(each)
+        count += len(each.ending.markers)
+    if part:
+        yield part

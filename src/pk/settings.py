@@ -331,6 +331,12 @@ SERVER = Options(
                "largest transaction_timeout_ms of producers", "ms", 1, INT32_MAX),
         Option("transactional_id_expiration_ms", int, 7 * DAY_MS,
                "a transactional id without a transaction for this time is forgotten", "ms", 1),
+        Option("participant_lease_ms", int, 60_000,
+               "a transaction of many producers is aborted if none of its tasks was heard for this "
+               "time and none has finished", "ms", 1_000, INT32_MAX),
+        Option("participant_transaction_max_ms", int, 900_000,
+               "a transaction of many producers is aborted after this time", "ms", 1_000,
+               INT32_MAX),
         Option("inbound_bytes_max", int, 512 * MIB,
                "memory of a process for all frames that arrive from its peers; at least twice "
                "the 16 KiB that each connection has of its own", "bytes", 16 * MIB),

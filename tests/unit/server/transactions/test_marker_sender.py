@@ -6,7 +6,10 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from pk import errors
+import pytest
+
+from pk import errors, limits
+from pk.server.transactions.commands import ParticipantMarker
 from pk.server.transactions.marker_sender import Ending, TransactionMarkerSender
 from pk.sim.world import SimWorld
 from pk.types import NONE, PartitionKey
@@ -45,7 +48,8 @@ class Cluster:
 
 
 def ending(*keys: PartitionKey, epoch: int = 1, metadata_offset: int = 0) -> Ending:
-    return Ending("job", 1 << 62, epoch, True, 5, keys, metadata_offset)
+    marker = ParticipantMarker(1 << 62, epoch, True)
+    return Ending("job", (marker,), 5, keys, metadata_offset)
 
 
 def run(story: Callable[[Cluster, TransactionMarkerSender, Any], Any]) -> None:
@@ -73,11 +77,39 @@ def test_one_request_per_leader_has_all_markers() -> None:
         sender.deliver(ending(A, B, C))  # delivered already
         sender.deliver(ending(A, C, epoch=3))
         await clock.sleep_ms(5_000)
-        assert sorted(each.producer_epoch for each in cluster.done) == [1, 3]
+        assert sorted(each.markers[0].producer_epoch for each in cluster.done) == [1, 3]
         assert sum(len(m.partitions) for _, r in cluster.requests for m in r.markers) == 5
         assert all(
             m.commit and m.coordinator_epoch == 5 for _, r in cluster.requests for m in r.markers
         )
+
+    run(story)
+
+
+def test_the_markers_of_all_participants_reach_a_partition_in_one_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So they are one control batch there (replica/markers M1); requests are bounded."""
+    monkeypatch.setattr(limits, "TXN_MARKERS_MAX", 5)
+    markers = tuple(ParticipantMarker(1 << 62 | n, 1, n > 0) for n in range(3))
+    batch = Ending("job", markers, 5, (A, B, C), 0, transaction=4, batch=7)
+
+    async def story(cluster: Cluster, sender: TransactionMarkerSender, clock: Any) -> None:
+        cluster.refuse = lambda node, key: (
+            errors.NotEnoughReplicas("one left") if key == C else None
+        )
+        sender.deliver(batch)
+        await clock.sleep_ms(2_000)
+        assert not cluster.done
+        for _, request in cluster.requests:
+            assert {len(marker.partitions) for marker in request.markers} == {1}
+            assert [marker.commit for marker in request.markers] == [False, True, True]
+            assert {(m.application, m.batch_id, m.partition_count) for m in request.markers} == {
+                ("job", 7, 3)
+            }
+        cluster.refuse = lambda node, key: None
+        await clock.sleep_ms(3_000)
+        assert cluster.done == [batch]
 
     run(story)
 

@@ -9,13 +9,14 @@ from typing import Any, cast
 from pk.server.transactions import commands
 from pk.server.transactions.commands import TransactionBegan
 from pk.server.transactions.coordinator import FORGET_MS, TransactionCoordinators, _Hosted
+from pk.server.transactions.participants.leases import Leases
 from pk.sim.world import SimWorld
 
 HOUR_MS = 3_600_000
 
 
 def hosted(*opened: TransactionBegan) -> _Hosted:
-    found = _Hosted(0, 1, cast("Any", None), cast("Any", None))
+    found = _Hosted(0, 1, cast("Any", None), cast("Any", None), Leases(1_000, 9_000))
     found.deadlines.update({each.transactional_id: each for each in opened})
     return found
 
@@ -83,7 +84,10 @@ def ticked(*hosts: Host, for_ms: int) -> None:
             cast("Any", env), cast("Any", None), {}, contact, clocks, cast("Any", None)
         )
         for number, host in enumerate(hosts):
-            each = found._hosted[number] = _Hosted(number, 1, cast("Any", host), cast("Any", None))
+            each = found._hosted[number] = _Hosted(
+                number, 1, cast("Any", host), cast("Any", None), Leases(1_000, 9_000)
+            )
+            each.leases.began(commands.BatchBegan("job", 1, 10_000), 0)
             each.loading, each.resumed = False, host.machine
             each.deadlines["a"] = began("a", 0)
         found.start()
@@ -104,6 +108,14 @@ def test_a_partition_without_progress_does_not_delay_the_timeouts_of_others() ->
     ticked(stuck, well, for_ms=2_000)
     assert stuck.count(commands.ExpireTransactions) == 1, "one question at a time"
     assert well.count(commands.ExpireTransactions) == 1
+
+
+def test_a_batch_that_no_task_holds_is_aborted_once() -> None:
+    host = Host()
+    ticked(host, for_ms=5_000)
+    assert [each for each in host.asked if isinstance(each, commands.ExpireBatches)] == [
+        commands.ExpireBatches((("job", 1),))
+    ]
 
 
 def test_every_partition_forgets_its_old_ids() -> None:

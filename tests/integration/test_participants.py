@@ -1,0 +1,216 @@
+"""One transaction of many producers on real processes: the coordinator's side of rules X4 to X9.
+
+The tests send the requests of tasks and drivers themselves; a task's records go through a
+`Producer` that writes under the pair of its join.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from real_cluster import until
+
+from pk import AdminClient, Consumer, Producer, errors
+from pk.cli.embedded import EmbeddedCluster, EmbeddedServer
+from pk.client.transaction_manager import ManagerState
+from pk.wire import pk_pb2 as wire
+
+pytestmark = pytest.mark.integration
+
+WAIT_S = 60.0
+SETTINGS = {"participant_lease_ms": 3_000, "participant_transaction_max_ms": 60_000}
+
+
+class Task:
+    """An attempt of a task, and the driver's requests."""
+
+    def __init__(self, address: str, job: str, topic: str) -> None:
+        self.job, self.topic = job, topic
+        self.producer = Producer(
+            address,
+            transactional_id=f"{job}-unused",
+            linger_ms=0,
+            delivery_timeout_ms=10_000,
+            request_timeout_ms=5_000,
+        )
+        with AdminClient(address) as admin:
+            (state, *_) = admin.describe_topics([topic])
+            self.topic_id = state.topic_id
+
+    def __enter__(self) -> Task:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.producer._transactions = None  # its own id was never used
+        self.producer.close()
+
+    def call(self, request: Any) -> Any:
+        """Ask the coordinator; asks again while it is not there or markers are written."""
+        found: list[Any] = []
+
+        async def ask() -> Any:
+            cluster = self.producer._cluster
+            cluster.start()
+            where: Any = await cluster.call_any(
+                wire.FindCoordinatorRequest(key=self.job, key_type=1), timeout_ms=10_000
+            )
+            return await cluster.call_at(where.address, request, timeout_ms=10_000)
+
+        def answered() -> bool:
+            try:
+                found.append(self.producer._thread.run(ask(), 30.0))
+            except (errors.ConcurrentTransactions, errors.RetriableError):
+                return False
+            return True
+
+        until(answered, f"no answer to {type(request).__name__}")
+        return found[0]
+
+    def batch(self, number: int, run: str = "r1") -> wire.JobBatch:
+        return wire.JobBatch(job=self.job, query="q", run=run, batch=number)
+
+    def join(self, number: int, run: str = "r1") -> wire.JoinTransactionReply:
+        request = wire.JoinTransactionRequest(
+            batch=self.batch(number, run), topic_ids=[self.topic_id]
+        )
+        reply: wire.JoinTransactionReply = self.call(request)
+        if reply.producer_id >= 0:
+            self._begin(reply.producer_id, reply.producer_epoch)
+        return reply
+
+    def _begin(self, producer_id: int, epoch: int) -> None:
+        async def begin() -> None:
+            engine, transactions = self.producer._engine, self.producer._transactions
+            assert transactions is not None
+            transactions.manager.state = ManagerState.IN_TRANSACTION
+            engine.begin_transaction(producer_id, epoch)
+
+        self.producer._thread.run(begin(), 10.0)
+
+    def write(self, value: bytes, partitions: int = 3) -> None:
+        futures = [
+            self.producer.send(self.topic, value, partition=each) for each in range(partitions)
+        ]
+        for each in futures:
+            each.result(timeout=WAIT_S)
+
+    def commit(
+        self, number: int, *named: wire.JoinTransactionReply, rows: int = 3, run: str = "r1"
+    ) -> wire.CommitParticipantsReply:
+        request = wire.CommitParticipantsRequest(
+            batch=self.batch(number, run),
+            participants=[
+                wire.Participant(producer_id=each.producer_id, producer_epoch=each.producer_epoch)
+                for each in named
+            ],
+            sums=[wire.TopicSums(topic_id=self.topic_id, rows=rows, bytes=1, row_sum=1)],
+        )
+        reply: wire.CommitParticipantsReply = self.call(request)
+        return reply
+
+
+def values(address: str, topic: str, level: str = "read_committed") -> list[bytes | None]:
+    with Consumer(address, isolation_level=level) as consumer:
+        places = consumer.partitions_for(topic)
+        consumer.assign(places)
+        for place in places:
+            consumer.seek_to_beginning(place)
+        ends = consumer.end_offsets(places)
+        found: list[bytes | None] = []
+        while any(consumer.position(place) < ends[place] for place in places):
+            found += [record.value for record in consumer.poll(timeout_s=1.0)]
+        return sorted(found, key=lambda each: each or b"")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
+    folder = tmp_path_factory.mktemp("participants") / "pk"
+    with EmbeddedServer(folder, settings=SETTINGS) as running:
+        yield running
+
+
+def topic_of(address: str, name: str) -> str:
+    with AdminClient(address) as admin:
+        admin.create_topic(name, partitions=3)
+    return name
+
+
+def test_only_the_named_attempts_of_a_batch_become_visible(server: EmbeddedServer) -> None:
+    address = server.address
+    topic = topic_of(address, "named")
+    with Task(address, "job-named", topic) as one, Task(address, "job-named", topic) as two:
+        for number in range(3):
+            winner, loser = one.join(number), two.join(number)
+            assert winner.lease_ms == SETTINGS["participant_lease_ms"]
+            one.write(b"w%d" % number)
+            two.write(b"l%d" % number)
+            assert values(address, topic) == sorted([b"w%d" % n for n in range(number)] * 3)
+            one.commit(number, winner)
+            expected = sorted([b"w%d" % n for n in range(number + 1)] * 3)
+            until(lambda: values(address, topic) == expected, f"not {expected}")  # noqa: B023
+            assert loser.producer_id != winner.producer_id
+        # the batch again: nothing is written, and its sums are compared
+        again = two.join(2, "r2")
+        assert again.committed
+        assert [each.rows for each in again.sums] == [3]
+        assert two.commit(2, run="r2").already_committed
+        with pytest.raises(errors.ReplayDiffers, match="3 rows"):
+            two.commit(2, rows=4, run="r2")
+    assert len(values(address, topic, "read_uncommitted")) == 18
+
+
+def test_a_new_run_takes_over_from_a_zombie(server: EmbeddedServer) -> None:
+    address = server.address
+    topic = topic_of(address, "zombie")
+    with Task(address, "job-zombie", topic) as old, Task(address, "job-zombie", topic) as new:
+        before = old.join(0)
+        old.write(b"old")
+        joined = new.join(0, "r2")  # aborts the batch of the old run first
+        new.write(b"new")
+        late = old.producer.send(topic, b"late", partition=0)
+        with pytest.raises(errors.ProducerFenced):
+            old.commit(0, before)
+        new.commit(0, joined, run="r2")
+        until(lambda: values(address, topic) == [b"new"] * 3, "the new run's records")
+        assert late.exception(timeout=WAIT_S) is not None
+        assert b"late" not in values(address, topic, "read_uncommitted")
+
+
+def test_a_batch_whose_tasks_died_lets_the_stable_offset_go(server: EmbeddedServer) -> None:
+    address = server.address
+    topic = topic_of(address, "lease")
+    with Task(address, "job-lease", topic) as task, Producer(address) as plain:
+        joined = task.join(0)
+        task.write(b"lost")
+        plain.send(topic, b"behind", partition=0).result(timeout=WAIT_S)
+        assert values(address, topic) == []
+        until(lambda: values(address, topic) == [b"behind"], "the lease did not end")
+        with pytest.raises(errors.TransactionTimedOut, match="participant_lease_ms"):
+            task.commit(0, joined)
+        with AdminClient(address) as admin:
+            (found,) = admin.describe_transactions(["job-lease"])
+        assert found.state == "CompleteAbort"
+
+
+def test_a_batch_outlives_its_coordinator(tmp_path: Path) -> None:
+    """Joined, killed, committed by the next coordinator: all of it or nothing."""
+    settings = {**SETTINGS, "participant_lease_ms": 60_000}
+    with EmbeddedCluster(tmp_path, nodes=3, settings=settings) as cluster:
+        topic = topic_of(cluster.address, "coordinator")
+        with (
+            Task(cluster.address, "job-coordinator", topic) as one,
+            Task(cluster.address, "job-coordinator", topic) as two,
+        ):
+            for number in range(3):
+                winner, _ = one.join(number), two.join(number)
+                one.write(b"w%d" % number)
+                two.write(b"l%d" % number)
+                where = one.call(wire.FindCoordinatorRequest(key=one.job, key_type=1))
+                cluster.kill(where.node_id)
+                one.commit(number, winner)
+                cluster.start_nodes([where.node_id])
+        expected = sorted([b"w0", b"w1", b"w2"] * 3)
+        until(lambda: values(cluster.address, topic) == expected, f"not {expected}")
