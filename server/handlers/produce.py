@@ -19,7 +19,8 @@ Invariants
       (acks=0 has no other confirmation), except for D5.
   D5  A producer uses one stream.  Once the producer has sent a batch on a newer stream, the broker
       refuses its batches on older streams: the producer has given them up, and only answers on the
-      newest stream count (L6).
+      newest stream count (L6).  A producer of transactions is its pair of producer id and epoch:
+      the producer ids of a job pass from one task to another (X5).
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from pk.server.replica.delayed_produce import DelayedProduce
 from pk.server.replica.leader import ACKS_ALL
 from pk.server.replica.purgatory import ProducePurgatory
 from pk.tasks import TaskRegistry, awaited
+from pk.transactional_ids import is_transactional
 from pk.types import NONE, PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -115,20 +117,30 @@ def check_entries(entries: list[_Entry]) -> list[HeaderOrError]:
     return found
 
 
+#: A producer id, with the epoch of a transaction or NONE (D5).
+Speaker = tuple[int, int]
+
+
+def speaker_of(header: Header) -> Speaker:
+    """Return what tells the producer of a batch from others."""
+    epoch = header.producer_epoch if is_transactional(header.producer_id) else NONE
+    return header.producer_id, epoch
+
+
 @dataclass(slots=True)
 class ProducerStream:
     """The producer that sent last on one produce stream (D5)."""
 
     number: int  #: number of the stream; a newer stream has a higher one
-    producer_id: int = NONE
-    given_up: bool = False  #: whether its producer uses a newer stream
+    speaker: Speaker | None = None
+    given_up: Speaker | None = None  #: the last producer that uses a newer stream instead
 
 
 class ProducerStreams:
     """The produce streams of one broker, by the producer that uses them (D5)."""
 
     def __init__(self) -> None:
-        self.speakers: dict[int, ProducerStream] = {}  #: producer id → its newest stream
+        self.speakers: dict[Speaker, ProducerStream] = {}  #: by producer: its newest stream
         self._opened = 0  #: number of produce streams so far
 
     def open(self) -> ProducerStream:
@@ -309,7 +321,7 @@ class ProduceStream:
         try:
             if isinstance(checked, errors.PkError):
                 raise checked
-            self._hear(checked.producer_id)
+            self._hear(checked)
             if checked.transactional and self._unverified.hold(
                 entry.key, checked, entry.batch, entry.leader_epoch, delayed
             ):
@@ -321,33 +333,34 @@ class ProduceStream:
             self._env.bug("append", bug)
             delayed.answer(errors.InternalError(f"append: {bug!r}"))
 
-    def _hear(self, producer_id: int) -> None:
+    def _hear(self, header: Header) -> None:
         """Note the stream of a producer (D5).  Raises `BrokerUnavailable` on an older stream."""
-        if producer_id == NONE:
+        if header.producer_id == NONE:
             return
+        speaker = speaker_of(header)
         mine, speakers = self._speaker, self._producers.speakers
-        if producer_id != mine.producer_id:
+        if speaker != mine.speaker and speaker != mine.given_up:
             self._fall_silent()
-            other = speakers.get(producer_id)
+            other = speakers.get(speaker)
             if other is not None and other.number > mine.number:
-                mine.given_up = True
+                mine.given_up = speaker
             else:
                 if other is not None:
-                    other.given_up, other.producer_id = True, NONE
-                speakers[producer_id] = mine
-                mine.producer_id = producer_id
-        self._check_speaker()
+                    other.given_up, other.speaker = speaker, None
+                speakers[speaker] = mine
+                mine.speaker = speaker
+        self._check_speaker(header)
 
-    def _check_speaker(self) -> None:
-        """Raise `BrokerUnavailable` if the producer uses a newer stream (D5)."""
-        if self._speaker.given_up:
+    def _check_speaker(self, header: Header) -> None:
+        """Raise `BrokerUnavailable` if the producer of a batch uses a newer stream (D5)."""
+        if self._speaker.given_up is not None and self._speaker.given_up == speaker_of(header):
             raise errors.BrokerUnavailable("its producer uses a newer stream")
 
     def _fall_silent(self) -> None:
         mine = self._speaker
-        if mine.producer_id != NONE:
-            del self._producers.speakers[mine.producer_id]
-            mine.producer_id = NONE
+        if mine.speaker is not None:
+            del self._producers.speakers[mine.speaker]
+            mine.speaker = None
 
     # -- replier ---------------------------------------------------------------------------------
 

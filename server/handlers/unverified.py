@@ -47,7 +47,7 @@ _Place = tuple[int, int, PartitionKey]  # producer id, producer epoch, partition
 class UnverifiedBatches:
     """The batches of one stream that wait.
 
-    `check`: raises if the batch of this producer id may no longer be appended (U4).  `on_bug`: is
+    `check`: raises if a batch with this header may no longer be appended (U4).  `on_bug`: is
     given an exception that is a bug of pk.
     """
 
@@ -55,7 +55,7 @@ class UnverifiedBatches:
         self,
         appends: Appends,
         clock: Clock,
-        check: Callable[[], None],
+        check: Callable[[Header], None],
         on_bug: Callable[[str, BaseException], None],
     ) -> None:
         self._appends = appends
@@ -134,7 +134,7 @@ class UnverifiedBatches:
     def _append(self, key: PartitionKey, waiting: _Waiting, asked_in: Epoch) -> None:
         delayed = waiting.delayed
         try:
-            self._check()
+            self._check(waiting.header)
             if self._appends.leader_epoch(key) != asked_in:  # U3
                 raise errors.NotLeaderOrFollower("the leader epoch ended meanwhile")
             self._appends.append(key, waiting.header, waiting.batch, waiting.leader_epoch, delayed)

@@ -162,6 +162,23 @@ def test_only_the_named_attempts_of_a_batch_become_visible(server: EmbeddedServe
     assert len(values(address, topic, "read_uncommitted")) == 18
 
 
+def test_tasks_may_have_each_others_producer_ids(server: EmbeddedServer) -> None:
+    address = server.address
+    topic = topic_of(address, "swapped")
+    with Task(address, "job-swapped", topic) as one, Task(address, "job-swapped", topic) as two:
+        pairs = []
+        for number in range(4):
+            tasks = (one, two) if number % 2 else (two, one)
+            joined = [task.join(number) for task in tasks]
+            for task in tasks:
+                task.write(b"%d" % number)
+            one.commit(number, *joined, rows=6)
+            pairs.append([each.producer_id for each in joined])
+        assert len({tuple(each) for each in pairs}) == 1, "so the tasks swap them"
+        expected = sorted([b"%d" % n for n in range(4)] * 6)
+        until(lambda: values(address, topic) == expected, f"not {expected}")
+
+
 def test_a_new_run_takes_over_from_a_zombie(server: EmbeddedServer) -> None:
     address = server.address
     topic = topic_of(address, "zombie")

@@ -9,6 +9,7 @@ import pytest
 
 from pk import errors, limits
 from pk.server.replica.leader import Leader
+from pk.transactional_ids import producer_id
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import head_of
@@ -428,6 +429,44 @@ def test_an_older_stream_does_not_silence_a_newer_one(rig: Any, kit: Any, heard:
         await new.send(kit.produce((0, batch(end)), correlation_id=2))
         (answer,) = await kit.results(new, 1)
         assert (code(answer), answer.base_offset) == (0, end)
+
+    rig.run(story)
+
+
+def test_a_producer_id_of_transactions_may_pass_from_stream_to_stream(rig: Any, kit: Any) -> None:
+    """Rule X5: the producer ids of a job pass between tasks.  Each pair has its newest stream.
+
+    The leader refuses the plain batches of this test (X3), but only after it has heard their pair.
+    """
+    rig.partition()
+    first, second = producer_id(0, 1, 1), producer_id(0, 1, 2)
+
+    async def story() -> None:
+        streams = [await rig.stream(StreamKind.PRODUCE) for _ in range(2)]
+
+        async def heard(stream: int, number: int, epoch: int) -> bool:
+            raw = kit.batch(producer_id=number, producer_epoch=epoch, base_sequence=0)
+            await streams[stream].send(kit.produce((0, raw)))
+            (answer,) = await kit.results(streams[stream], 1)
+            if code(answer) == errors.BrokerUnavailable.code:
+                return False
+            assert code(answer) == errors.InvalidRecord.code
+            return True
+
+        assert await heard(1, first, 0)
+        assert await heard(0, second, 0)
+        # the tasks of the next batch have each other's producer ids
+        assert await heard(0, first, 1)
+        assert await heard(1, second, 1)
+        # one pair on two streams: the newer one counts
+        assert await heard(0, first, 2)
+        assert await heard(1, first, 2)
+        assert not await heard(0, first, 2)
+        assert await heard(0, second, 3), "the older stream may have another pair"
+        for stream in streams:
+            stream.close()
+        await rig.mine.clock.sleep_ms(50)
+        assert not rig.streams.producers.speakers
 
     rig.run(story)
 
