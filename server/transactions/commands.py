@@ -106,6 +106,11 @@ class BatchPrepared(NamedTuple):
     partitions: tuple[PartitionKey, ...]
     metadata_offset: Offset
 
+    @property
+    def transactional_id(self) -> str:
+        """The job is a transactional id."""
+        return self.job
+
 
 class BatchEnded(NamedTuple):
     """ENDED: the complete record of a job's transaction is committed."""
@@ -113,6 +118,11 @@ class BatchEnded(NamedTuple):
     job: str
     transaction: int
     commit: bool
+
+    @property
+    def transactional_id(self) -> str:
+        """The job is a transactional id."""
+        return self.job
 
 
 # -- commands --------------------------------------------------------------------------------------

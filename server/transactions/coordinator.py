@@ -228,7 +228,7 @@ class TransactionCoordinators:
                 hosted.deadlines.setdefault(each.transactional_id, each)
             elif isinstance(each, commands.BatchBegan):
                 hosted.leases.began(each, self._env.now_ms)
-            elif _id_of(each) not in hosted.endings:
+            elif each.transactional_id not in hosted.endings:
                 self._deliver(hosted, each)
 
     # -- effects ---------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ class TransactionCoordinators:
                 self._deliver(hosted, event)
             elif effect.name == commands.ENDED:
                 self._decided(hosted, event)
-                hosted.endings.pop(_id_of(event), None)
+                hosted.endings.pop(event.transactional_id, None)
 
     def _decided(self, hosted: _Hosted, event: Any) -> None:
         if isinstance(event, commands.BatchPrepared | commands.BatchEnded):
@@ -266,7 +266,7 @@ class TransactionCoordinators:
             marker = commands.ParticipantMarker(event.producer_id, event.marker_epoch, event.commit)
             markers, number, batch = (marker,), NONE, NONE
         ending = Ending(
-            _id_of(event),
+            event.transactional_id,
             markers,
             hosted.epoch,
             event.partitions,
@@ -523,9 +523,3 @@ class TransactionCoordinators:
             command = commands.ListTransactions(request)
             reply.transactions.extend(await self._ask(hosted, command))
         return reply
-
-
-def _id_of(event: Any) -> str:
-    """Return the transactional id of an event; a job's is its name."""
-    found: str = getattr(event, "job", None) or event.transactional_id
-    return found

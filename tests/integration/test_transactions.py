@@ -15,7 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from real_cluster import close, until
+from real_cluster import close, until, values
 
 from pk import AdminClient, Consumer, Producer, TopicPartition, errors
 from pk.cli.embedded import EmbeddedCluster, EmbeddedServer
@@ -47,21 +47,6 @@ def topic(admin: AdminClient, request: pytest.FixtureRequest) -> str:
     name = re.sub("[^a-z0-9_]+", "-", request.node.name)[:100].strip("-")
     admin.create_topic(name, partitions=3)
     return name
-
-
-def values(address: str, topic: str, *, committed: bool = True) -> list[bytes | None]:
-    """Return the values of a topic that a reader of this isolation level sees now."""
-    level = "read_committed" if committed else "read_uncommitted"
-    with Consumer(address, isolation_level=level) as consumer:
-        places = consumer.partitions_for(topic)
-        consumer.assign(places)
-        for place in places:
-            consumer.seek_to_beginning(place)
-        ends = consumer.end_offsets(places)
-        found: list[bytes | None] = []
-        while any(consumer.position(place) < ends[place] for place in places):
-            found += [record.value for record in consumer.poll(timeout_s=1.0)]
-        return found
 
 
 def visible(address: str, topic: str, expected: list[bytes]) -> None:

@@ -37,7 +37,7 @@ def join(ids: TransactionalIds, command: commands.JoinTransaction, now_ms: int) 
             sums=records.sums_to_wire(found.sums),
         )
         return Decision(changed(before, found.known), reply)
-    added = partitions_of_topics(request, command.image)
+    added = _partitions_of_topics(request, command.image)
     known = _with_partitions(found, request, added, now_ms)
     pair = _free(ids, known, command.fresh_id)
     joined = records.participant_record(known.job, pair[0], Participant(pair[1], known.transaction))
@@ -46,7 +46,7 @@ def join(ids: TransactionalIds, command: commands.JoinTransaction, now_ms: int) 
     return Decision([*changed(before, known), joined], reply, effects)
 
 
-def partitions_of_topics(
+def _partitions_of_topics(
     request: wire.JoinTransactionRequest, image: MetadataImage
 ) -> dict[PartitionKey, Epoch]:
     """Return every partition of the topics, each with its unclean epoch.
@@ -96,8 +96,8 @@ def _free(ids: TransactionalIds, known: Job, fresh_id: ProducerId) -> tuple[Prod
             return producer_id, each.epoch + 1
     if sum(known.joined(each) for each in pool.values()) >= limits.PARTICIPANTS_MAX:
         raise errors.InvalidTxnState(
-            f"{known.name} has {limits.PARTICIPANTS_MAX} participants, the most that one "
-            "transaction may have: write it with fewer tasks"
+            f"{known.name} has {limits.PARTICIPANTS_MAX} participants, and no transaction has "
+            "more of them: write it with fewer tasks"
         )
     ids.check_fresh(fresh_id)
     return fresh_id, 0
