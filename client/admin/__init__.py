@@ -30,6 +30,9 @@ from pk.client.admin.tier import TierCalls, TierRows
 from pk.client.admin.topics import NewTopic, TopicCalls, TopicListing, TopicResult
 from pk.client.admin.transactions import (
     HangingTransaction,
+    HeldPartition,
+    JobDescription,
+    ParticipantDescription,
     ProducerDescription,
     TransactionCalls,
     TransactionDescription,
@@ -59,6 +62,9 @@ __all__ = [
     "TransactionListing",
     "TransactionListings",
     "TransactionDescription",
+    "JobDescription",
+    "ParticipantDescription",
+    "HeldPartition",
     "ProducerDescription",
     "HangingTransaction",
 ]
@@ -385,7 +391,8 @@ class AdminClient:
         """Describe transactional ids, in the given order.
 
         The `error` of a description is `TransactionalIdNotFound` for an id that its coordinator
-        does not know.
+        does not know.  `job` has the query, the run, the batches and the participants of an id of
+        the kind participants.  `held` has the partitions that an open transaction holds back.
         """
         return self._transactions.describe_transactions(transactional_ids, timeout_s)
 

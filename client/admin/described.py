@@ -220,11 +220,12 @@ def _described(topic: Any, info: Any, views: Mapping[int, Any]) -> PartitionDesc
         tuple(info.replicas), tuple(info.isr), view.log_start, view.local_log_start,
         view.tiered_end, view.last_stable_offset, view.high_watermark, view.log_end,
         view.local_bytes, view.tier_bytes, view.segments, view.directory, error,
-        tuple(info.elr), tuple(info.offline_replicas), _oldest(view),
+        tuple(info.elr), tuple(info.offline_replicas), oldest_transaction(view),
     )  # fmt: skip
 
 
-def _oldest(view: Any) -> OpenTransaction | None:
+def oldest_transaction(view: Any) -> OpenTransaction | None:
+    """Return the open transaction of a leader's `PartitionState` that begins first."""
     if not view.HasField("oldest_transaction"):
         return None
     told = view.oldest_transaction

@@ -8,8 +8,8 @@ write to it.  `find_hanging_transactions` compares both.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from google.protobuf.message import Message
@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 from pk import errors
 from pk.client import arguments
 from pk.client.admin.connection import AdminConnection
-from pk.client.admin.described import everyone
+from pk.client.admin.described import OpenTransaction, everyone, oldest_transaction
 from pk.client.network_client import NetworkClient
 from pk.client.transaction_manager import TRANSACTION
 from pk.transactional_ids import is_transactional, partition_of_id, partition_of_producer
@@ -29,16 +29,23 @@ from pk.wire import pk_pb2 as wire
 CHUNK = 500
 #: States of a transactional id with an open transaction.
 OPEN = ("Ongoing", "PrepareCommit", "PrepareAbort")
+#: The kinds of transactional ids.
+PRODUCER, PARTICIPANTS = "producer", "participants"
 
 
 @dataclass(slots=True, frozen=True)
 class TransactionListing:
-    """A transactional id: its producer id, its state and its coordinator."""
+    """A transactional id: its producer id, its state, its coordinator and its kind.
+
+    kind: "producer", or "participants" for a job, which many tasks write.  The producer id of a job
+    is -1; a list of given producer ids has the job once for each of them that it owns.
+    """
 
     transactional_id: str
     producer_id: int
     state: str
     coordinator_id: int
+    kind: str = PRODUCER
 
 
 @dataclass(slots=True, frozen=True)
@@ -60,12 +67,54 @@ class TransactionListings:
 
 
 @dataclass(slots=True, frozen=True)
+class ParticipantDescription:
+    """An attempt of a task that joined the open transaction of a job.
+
+    heard_ago_ms: since its last join or heartbeat.  None = its coordinator was elected later and
+    has received none; then `finished` is None, too.
+    """
+
+    producer_id: int
+    producer_epoch: int
+    finished: bool | None
+    heard_ago_ms: int | None
+
+
+@dataclass(slots=True, frozen=True)
+class JobDescription:
+    """What a job has besides the state of its transaction.
+
+    batch: of the open transaction, or else of the last one.  last_committed: the highest committed
+    batch.  Both: None = there is none.  batch_write: one batch write, not a streaming query.
+    participants: of the open transaction.
+    """
+
+    query: str
+    run: str
+    batch: int | None
+    last_committed: int | None
+    batch_write: bool
+    participants: tuple[ParticipantDescription, ...]
+
+
+@dataclass(slots=True, frozen=True)
+class HeldPartition:
+    """A partition whose last stable offset an open transaction holds back."""
+
+    partition: TopicPartition
+    transaction: OpenTransaction
+
+
+@dataclass(slots=True, frozen=True)
 class TransactionDescription:
     """The state of a transactional id.
 
+    producer_id, producer_epoch, timeout_ms: of the kind "producer"; -1, -1 and 0 for a job.
     started_ms: when the open transaction began; None = no transaction is open.
     partitions: of the open transaction; a deleted topic has its id as its name.
     reason: why the coordinator aborted the last transaction; "" = the producer asked.
+    job: None = the kind is "producer".  held: the partitions in which the open transaction holds
+    back the last stable offset; the leaders that answered name them.
     """
 
     transactional_id: str
@@ -78,6 +127,23 @@ class TransactionDescription:
     partitions: tuple[TopicPartition, ...]
     reason: str
     error: errors.PkError | None = None
+    job: JobDescription | None = None
+    held: tuple[HeldPartition, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """The kind of the id: "producer" or "participants"."""
+        return PRODUCER if self.job is None else PARTICIPANTS
+
+    def writes_as(self, producer_id: int, producer_epoch: int) -> bool:
+        """Return whether a participant of the open transaction has this pair.
+
+        A producer's pair changes while its transaction is ended, so only a job compares it.
+        """
+        pair = (producer_id, producer_epoch)
+        return self.job is None or any(
+            (each.producer_id, each.producer_epoch) == pair for each in self.job.participants
+        )
 
 
 @dataclass(slots=True, frozen=True)
@@ -143,15 +209,45 @@ class TransactionCalls:
     def describe_transactions(
         self, transactional_ids: Iterable[str], timeout_s: float
     ) -> list[TransactionDescription]:
-        """Describe transactional ids, each by its coordinator."""
+        """Describe transactional ids, each by its coordinator; the leaders add what is held."""
         given = arguments.items(transactional_ids, "transactional_ids")
         names = [_id(each, "transactional_ids") for each in given]
+        deadline_s = self._connection.deadline_s(timeout_s)
+        described = self._of_coordinators(names, timeout_s)
+        topics = {each.topic for known in described for each in known.partitions}
+        if not topics:
+            return described
+        held = self._held(topics, self._connection.left_s(deadline_s))
+        return [replace(each, held=_held_by(each, held)) for each in described]
+
+    def _of_coordinators(
+        self, names: Sequence[str], timeout_s: float
+    ) -> list[TransactionDescription]:
+        """Return the coordinators' descriptions."""
         found = dict[str, wire.TransactionDescription]()
         cluster = self._connection.cluster
         deadline_s = self._connection.deadline_s(timeout_s)
         self._connection.retrying(lambda ms: _describe(cluster, names, found, ms), timeout_s)
         topics = self._topic_names(self._connection.left_s(deadline_s))
         return [_description_of(found[name], topics) for name in names]
+
+    def _held(self, topics: Collection[str], timeout_s: float) -> list[HeldPartition]:
+        """Return the partitions of these topics with the open transaction that begins first."""
+        existing = set(topics).intersection(self._topic_names(timeout_s).values())
+        if not existing:
+            return []
+        request = wire.DescribePartitionsRequest(topics=sorted(existing))
+        cluster = self._connection.cluster
+        try:
+            views = self._connection.retrying(lambda ms: everyone(cluster, request, ms), timeout_s)
+        except errors.UnknownTopicOrPartition:
+            return []  # one of them was deleted at this moment: a second call finds the others
+        return [
+            HeldPartition(TopicPartition(view.topic, view.partition), oldest)
+            for reply in views.values()
+            for view in reply.partitions
+            if (oldest := oldest_transaction(view)) is not None
+        ]
 
     def _topic_names(self, timeout_s: float) -> dict[str, str]:
         """Return topic id → name of every topic."""
@@ -218,7 +314,7 @@ class TransactionCalls:
         producer_ids = sorted({each.producer_id for _, each in opened})
         listings = self.list_transactions([], producer_ids, 0, left_s())
         names = {each.producer_id: each.transactional_id for each in listings.transactions}
-        described = self.describe_transactions(sorted(names.values()), left_s())
+        described = self._of_coordinators(sorted({*names.values()}), left_s())
         by_id = {each.transactional_id: each for each in described if each.error is None}
         now_ms = self._connection.cluster.world.clock.wall_ms()
         found = []
@@ -276,13 +372,14 @@ async def _listed(
 ) -> TransactionListings:
     """Combine the lists of all brokers.  A partition that moves meanwhile may be in two of them."""
     views = await everyone(cluster, request, timeout_ms)
-    found: dict[str, TransactionListing] = {}
+    found: dict[tuple[str, int], TransactionListing] = {}
     loading: dict[int, None] = {}
     for node, reply in sorted(views.items()):
         loading |= dict.fromkeys(reply.loading)
         for each in reply.transactions:
-            found[each.transactional_id] = TransactionListing(
-                each.transactional_id, each.producer_id, each.state, node
+            kind = PARTICIPANTS if each.job else PRODUCER
+            found[each.transactional_id, each.producer_id] = TransactionListing(
+                each.transactional_id, each.producer_id, each.state, node, kind
             )
     silent = sorted(set(cluster.metadata.brokers) - set(views))
     listed = tuple(each for _, each in sorted(found.items()))
@@ -335,8 +432,41 @@ def _description_of(
                 for each in said.partitions
             )
         ),
-        said.reason, error,
+        said.reason, error, _job_of(said.job) if said.HasField("job") else None,
     )  # fmt: skip
+
+
+def _job_of(said: wire.JobDescription) -> JobDescription:
+    """Convert the reply."""
+    return JobDescription(
+        said.query, said.run, None if said.batch == NONE else said.batch,
+        None if said.last_committed == NONE else said.last_committed, said.batch_write,
+        tuple(
+            ParticipantDescription(each.producer_id, each.producer_epoch, None, None)
+            if each.heard_ago_ms == NONE
+            else ParticipantDescription(
+                each.producer_id, each.producer_epoch, each.finished, each.heard_ago_ms
+            )
+            for each in said.joined
+        ),
+    )  # fmt: skip
+
+
+def _held_by(
+    known: TransactionDescription, held: Iterable[HeldPartition]
+) -> tuple[HeldPartition, ...]:
+    """Return the partitions that the open transaction of an id holds back, sorted."""
+    if known.job is None:
+        writers = {known.producer_id}
+    else:
+        writers = {each.producer_id for each in known.job.participants}
+    places = set(known.partitions)
+    found = (
+        each
+        for each in held
+        if each.partition in places and each.transaction.producer_id in writers
+    )
+    return tuple(sorted(found, key=lambda each: each.partition))
 
 
 # -- leaders ---------------------------------------------------------------------------------------
@@ -440,4 +570,6 @@ def _judged(
         return f"its coordinator has ended the transaction ({known.state})", True
     if place not in known.partitions:
         return "its coordinator has not registered the partition", True
+    if not known.writes_as(producer.producer_id, producer.producer_epoch):
+        return "its producer is not part of the open transaction of the job", True
     return "", True

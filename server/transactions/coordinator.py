@@ -41,6 +41,7 @@ from pk.server.transactions import commands, records
 from pk.server.transactions.machine import TransactionCoordinator
 from pk.server.transactions.marker_sender import Ending, TransactionMarkerSender
 from pk.server.transactions.participants.leases import Leases
+from pk.server.transactions.state import ProducerPair
 from pk.server.transactions.verifier import coordinator_of
 from pk.tasks import TaskRegistry
 from pk.transactional_ids import PARTITIONS, TOPIC, partition_of_id, producer_id
@@ -454,7 +455,8 @@ class TransactionCoordinators:
         job, participant = found
         if not job.joined(participant) or participant.epoch != epoch or not job.open:
             return False
-        hosted.leases.heard(job.job, job.transaction, self._env.now_ms, finished=finished)
+        pair = ProducerPair(producer_id, epoch)
+        hosted.leases.heard(job.job, job.transaction, pair, self._env.now_ms, finished=finished)
         return True
 
     async def commit_participants(
@@ -507,10 +509,20 @@ class TransactionCoordinators:
                 hosted = self._serving(partition_of_id(each))
                 (found,) = await self._ask(hosted, commands.DescribeTransactions((each,)))
                 described.CopyFrom(found)
+                self._describe_leases(hosted, described)
             except errors.PkError as error:
                 described.error.CopyFrom(frames.error_of(error))
             described.coordinator_id = self._env.node_id
         return reply
+
+    def _describe_leases(self, hosted: _Hosted, described: wire.TransactionDescription) -> None:
+        """Add what the coordinator heard of each participant."""
+        for each in described.job.joined:
+            pair = ProducerPair(each.producer_id, each.producer_epoch)
+            heard = hosted.leases.last_heard(described.transactional_id, pair)
+            if heard is not None:
+                each.heard_ago_ms = self._env.now_ms - heard.at_ms
+                each.finished = heard.finished
 
     async def list(self, request: wire.ListTransactionsRequest) -> wire.ListTransactionsReply:
         """List the transactional ids that this broker coordinates."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from pk import errors
 from pk.effects import Decision
 from pk.server.transactions import commands
@@ -16,7 +18,7 @@ from pk.server.transactions.participants import events as job_events
 from pk.server.transactions.participants.state import Job
 from pk.server.transactions.records import forgotten
 from pk.server.transactions.state import Phase, TransactionMetadata, TransactionState
-from pk.types import NONE
+from pk.types import NONE, ProducerId
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 
@@ -89,15 +91,21 @@ def _describe_job(ids: TransactionalIds, known: Job, found: wire.TransactionDesc
     found.started_ms, found.reason = known.started_ms, known.reason
     for key in known.partitions:
         found.partitions.add(topic_id=key.topic_id, partition=key.partition)
-    participants = 0 if known.state.phase is Phase.IDLE else sum(1 for _ in ids.jobs.joined(known))
+    joined = [] if known.state.phase is Phase.IDLE else sorted(ids.jobs.joined(known))
     found.job.CopyFrom(
         wire.JobDescription(
             query=known.query,
             run=known.run,
             batch=known.batch,
-            participants=participants,
+            participants=len(joined),
             last_committed=known.last_committed,
             batch_write=known.batch_write,
+            joined=[
+                wire.JoinedParticipant(
+                    producer_id=producer_id, producer_epoch=each.epoch, heard_ago_ms=NONE
+                )
+                for producer_id, each in joined
+            ],
         )
     )
 
@@ -105,7 +113,11 @@ def _describe_job(ids: TransactionalIds, known: Job, found: wire.TransactionDesc
 def list_transactions(
     ids: TransactionalIds, command: commands.ListTransactions, now_ms: int
 ) -> Out:
-    """List the transactional ids that match every filter of the request."""
+    """List the transactional ids that match every filter of the request.
+
+    A job has one row without a producer id.  If the request names producer ids, the job has a row
+    for each of them that it owns.
+    """
     request = command.request
     labels = {each.label for each in TransactionState}
     unknown = [name for name in request.states if name not in labels]
@@ -113,24 +125,41 @@ def list_transactions(
         raise errors.InvalidRequest(
             f"no state {', '.join(unknown)}: the states are {', '.join(sorted(labels))}"
         )
-    rows = [
-        (name, known.current.producer_id, known.state, known.started_ms)
+    rows: list[tuple[str, ProducerId, TransactionMetadata | Job]] = [
+        (name, known.current.producer_id, known)
         for name, known in ids.items().items()
+        if not request.producer_ids or known.current.producer_id in request.producer_ids
     ]
-    rows += [
-        (name, NONE, known.state, known.started_ms) for name, known in ids.jobs.items().items()
-    ]
+    rows += _jobs_listed(ids, request.producer_ids)
     found = tuple(
-        wire.TransactionListing(transactional_id=name, producer_id=producer_id, state=state.label)
-        for name, producer_id, state, started_ms in sorted(rows)
-        if (not request.states or state.label in request.states)
-        and (not request.producer_ids or producer_id in request.producer_ids)
+        wire.TransactionListing(
+            transactional_id=name,
+            producer_id=producer_id,
+            state=known.state.label,
+            job=isinstance(known, Job),
+        )
+        for name, producer_id, known in sorted(rows, key=lambda row: row[:2])
+        if (not request.states or known.state.label in request.states)
         and (
             request.open_longer_ms <= 0
-            or (state.phase is not Phase.IDLE and now_ms - started_ms > request.open_longer_ms)
+            or (
+                known.state.phase is not Phase.IDLE
+                and now_ms - known.started_ms > request.open_longer_ms
+            )
         )
     )
     return decision(found)
+
+
+def _jobs_listed(
+    ids: TransactionalIds, producer_ids: Iterable[ProducerId]
+) -> list[tuple[str, ProducerId, Job]]:
+    """Return every job, or the owner of each of these producer ids."""
+    asked = set(producer_ids)
+    if not asked:
+        return [(name, NONE, known) for name, known in ids.jobs.items().items()]
+    owners = ((each, ids.jobs.owner(each)) for each in asked)
+    return [(owner[0].job, each, owner[0]) for each, owner in owners if owner is not None]
 
 
 def resume(ids: TransactionalIds, command: commands.Resume, now_ms: int) -> Out:

@@ -6,6 +6,9 @@ The tests send the requests of tasks and drivers themselves; a task's records go
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -201,6 +204,35 @@ def test_a_batch_whose_tasks_died_lets_the_stable_offset_go(server: EmbeddedServ
         assert found.state == "CompleteAbort"
 
 
+def pk(address: str, *arguments: str) -> Any:
+    """Return the transactions that a `pk transactions` command prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pk.cli", "transactions", *arguments, "--bootstrap", address,
+         "--json"],
+        capture_output=True, text=True, timeout=WAIT_S, check=True,
+    )  # fmt: skip
+    return json.loads(done.stdout)["transactions"]
+
+
+def described(address: str, job: str, topic: str, *joined: wire.JoinTransactionReply) -> None:
+    """Check what an operator sees of a job whose batch 1 is open; the first task holds the LSO."""
+    (found,) = pk(address, "describe", job)
+    shown = found["job"]
+    assert (found["kind"], shown["query"], shown["run"]) == ("participants", "q", "r1")
+    assert (shown["batch"], shown["last_committed"]) == (1, 0)
+    pairs = [(each["producer_id"], each["producer_epoch"]) for each in shown["participants"]]
+    assert pairs == sorted((each.producer_id, each.producer_epoch) for each in joined)
+    assert {each["finished"] for each in shown["participants"]} == {False}
+    assert all(each["heard_ago_ms"] >= 0 for each in shown["participants"])
+    held = [(e["topic"], e["partition"], e["producer_id"]) for e in found["held"]]
+    assert held == [(topic, place, joined[0].producer_id) for place in range(3)]
+    assert {each["transactional_id"]: each["kind"] for each in pk(address, "list")} == {
+        job: "participants"
+    }
+    with AdminClient(address) as admin:
+        assert admin.find_hanging_transactions([topic]) == []
+
+
 def test_a_batch_outlives_its_coordinator(tmp_path: Path) -> None:
     """Joined, killed, committed by the next coordinator: all of it or nothing."""
     settings = {**SETTINGS, "participant_lease_ms": 60_000}
@@ -211,9 +243,11 @@ def test_a_batch_outlives_its_coordinator(tmp_path: Path) -> None:
             Task(cluster.address, "job-coordinator", topic) as two,
         ):
             for number in range(3):
-                winner, _ = one.join(number), two.join(number)
+                winner, loser = one.join(number), two.join(number)
                 one.write(b"w%d" % number)
                 two.write(b"l%d" % number)
+                if number == 1:
+                    described(cluster.address, "job-coordinator", topic, winner, loser)
                 where = one.call(wire.FindCoordinatorRequest(key=one.job, key_type=1))
                 cluster.kill(where.node_id)
                 one.commit(number, winner)

@@ -12,9 +12,18 @@ Invariants
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pk.server.transactions.commands import BatchBegan
+from pk.server.transactions.state import ProducerPair
+
+
+class Heard(NamedTuple):
+    """The last join or heartbeat of a participant."""
+
+    at_ms: int
+    finished: bool
 
 
 @dataclass(slots=True)
@@ -24,6 +33,8 @@ class _Lease:
     since_ms: int
     heard_ms: int
     finished: bool = False
+    #: by pair; a transaction has at most PARTICIPANTS_MAX of them
+    participants: dict[ProducerPair, Heard] = field(default_factory=dict)
 
 
 class Leases:
@@ -47,12 +58,31 @@ class Leases:
         if known is None or known.transaction != event.transaction:
             self._leases[event.job] = _Lease(event.transaction, event.started_ms, now_ms, now_ms)
 
-    def heard(self, job: str, transaction: int, now_ms: int, *, finished: bool = False) -> None:
-        """Renew the lease of a transaction (H1)."""
+    def heard(
+        self,
+        job: str,
+        transaction: int,
+        pair: ProducerPair,
+        now_ms: int,
+        *,
+        finished: bool = False,
+    ) -> None:
+        """Renew the lease of a transaction for one of its participants (H1)."""
         known = self._leases.get(job)
         if known is not None and known.transaction == transaction:
             known.heard_ms = now_ms
             known.finished = known.finished or finished
+            before = known.participants.get(pair)
+            finished = finished or (before is not None and before.finished)
+            known.participants[pair] = Heard(now_ms, finished)
+
+    def last_heard(self, job: str, pair: ProducerPair) -> Heard | None:
+        """Return the last join or heartbeat of a participant of the open transaction.
+
+        None: it sent none to this coordinator.
+        """
+        known = self._leases.get(job)
+        return None if known is None else known.participants.get(pair)
 
     def ended(self, job: str, transaction: int) -> None:
         """Drop the lease of a transaction that was decided."""

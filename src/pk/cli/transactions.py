@@ -24,7 +24,13 @@ from pk.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from pk.client.admin import AdminClient, TransactionDescription, TransactionListings
+    from pk.client.admin import (
+        AdminClient,
+        JobDescription,
+        ParticipantDescription,
+        TransactionDescription,
+        TransactionListings,
+    )
     from pk.types import TopicPartition
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
@@ -73,10 +79,16 @@ def list_transactions(
             say({**asdict(found), "complete": found.complete})
             return
         rows = [
-            (each.transactional_id, each.coordinator_id, each.producer_id, each.state)
+            (
+                each.transactional_id,
+                each.kind,
+                each.coordinator_id,
+                "" if each.producer_id < 0 else each.producer_id,
+                each.state,
+            )
             for each in found.transactions
         ]
-        table(["transactional id", "coordinator", "producer id", "state"], rows)
+        table(["transactional id", "kind", "coordinator", "producer id", "state"], rows)
         _say_missing(found)
 
 
@@ -101,7 +113,11 @@ def describe(
     timeout_ms: TimeoutMs = 60_000,
     as_json: AsJson = False,
 ) -> None:
-    """Show the state of transactional ids, and the partitions of their open transactions."""
+    """Show the state of transactional ids, and the partitions of their open transactions.
+
+    A job, which the tasks of a query write together, is shown with its query, its run, its batches
+    and its participants.
+    """
     with quiet_end(), _admin(bootstrap) as admin:
         found = admin.describe_transactions(ids, timeout_s=timeout_ms / 1000)
         if as_json:
@@ -116,9 +132,19 @@ def describe(
 
 
 def _json_of(found: TransactionDescription) -> dict[str, Any]:
-    partitions = [{"topic": p.topic, "partition": p.partition} for p in found.partitions]
     shown = {name: getattr(found, name) for name in found.__slots__}
-    return {**shown, "partitions": partitions, "error": error_json(found.error)}
+    return {
+        **shown,
+        "kind": found.kind,
+        "partitions": [_place_json(each) for each in found.partitions],
+        "error": error_json(found.error),
+        "job": None if found.job is None else asdict(found.job),
+        "held": [{**_place_json(e.partition), **asdict(e.transaction)} for e in found.held],
+    }
+
+
+def _place_json(place: TopicPartition) -> dict[str, Any]:
+    return {"topic": place.topic, "partition": place.partition}
 
 
 def _show(found: TransactionDescription) -> None:
@@ -127,18 +153,51 @@ def _show(found: TransactionDescription) -> None:
         return
     rows: list[tuple[str, Any]] = [
         ("transactional id", found.transactional_id),
+        ("kind", found.kind),
         ("coordinator", found.coordinator_id),
         ("state", found.state),
-        ("producer id", found.producer_id),
-        ("producer epoch", found.producer_epoch),
-        ("timeout ms", found.timeout_ms),
     ]
+    if found.job is None:
+        rows.append(("producer id", found.producer_id))
+        rows.append(("producer epoch", found.producer_epoch))
+        rows.append(("timeout ms", found.timeout_ms))
+    else:
+        rows += _job_rows(found.job, is_open=found.started_ms is not None)
     if found.started_ms is not None:
         rows.append(("open since", _time(found.started_ms)))
         rows.append(("partitions", _places(found.partitions) or "none yet"))
+        held = [f"{e.partition} at {e.transaction.first_offset}" for e in found.held]
+        rows.append(("holds the last stable offset of", ", ".join(held) or "no partition"))
     if found.reason:
         rows.append(("aborted because", found.reason))
     table(["field", "value"], rows)
+    if found.job is not None and found.job.participants:
+        table(
+            ["participant", "epoch", "finished", "last heard"],
+            [_participant_row(each) for each in found.job.participants],
+        )
+
+
+def _job_rows(job: JobDescription, *, is_open: bool) -> list[tuple[str, Any]]:
+    """Return what only a job has."""
+    rows: list[tuple[str, Any]] = [
+        ("query", job.query),
+        ("run", job.run),
+        ("written by", "a batch write" if job.batch_write else "a streaming query"),
+        ("open batch", job.batch if is_open else "none"),
+        ("last committed batch", "none" if job.last_committed is None else job.last_committed),
+    ]
+    if is_open:
+        rows.append(("participants", len(job.participants)))
+    return rows
+
+
+def _participant_row(each: ParticipantDescription) -> tuple[Any, ...]:
+    if each.heard_ago_ms is None:
+        return each.producer_id, each.producer_epoch, "not known", "not by this coordinator"
+    finished = "yes" if each.finished else "no"
+    heard = f"{each.heard_ago_ms / 1000:.1f} s ago"
+    return each.producer_id, each.producer_epoch, finished, heard
 
 
 def _places(places: Iterable[TopicPartition]) -> str:

@@ -5412,24 +5412,29 @@ Global___ListTransactionsRequest: _TypeAlias = ListTransactionsRequest  # noqa: 
 
 @_typing.final
 class TransactionListing(_message.Message):
+    """job: of the kind participants.  Its producer_id is -1; a request that names producer ids gets a row for each of them that the job has."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TRANSACTIONAL_ID_FIELD_NUMBER: _builtins.int
     PRODUCER_ID_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
     transactional_id: _builtins.str
     producer_id: _builtins.int
     state: _builtins.str
+    job: _builtins.bool
     def __init__(
         self,
         *,
         transactional_id: _builtins.str = ...,
         producer_id: _builtins.int = ...,
         state: _builtins.str = ...,
+        job: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["producer_id", b"producer_id", "state", b"state", "transactional_id", b"transactional_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "producer_id", b"producer_id", "state", b"state", "transactional_id", b"transactional_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -5535,6 +5540,8 @@ Global___TransactionDescription: _TypeAlias = TransactionDescription  # noqa: Y0
 
 @_typing.final
 class JobDescription(_message.Message):
+    """batch: the open one, or the last one.  participants: how many the open transaction has; `joined` names them."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     QUERY_FIELD_NUMBER: _builtins.int
@@ -5543,12 +5550,15 @@ class JobDescription(_message.Message):
     PARTICIPANTS_FIELD_NUMBER: _builtins.int
     LAST_COMMITTED_FIELD_NUMBER: _builtins.int
     BATCH_WRITE_FIELD_NUMBER: _builtins.int
+    JOINED_FIELD_NUMBER: _builtins.int
     query: _builtins.str
     run: _builtins.str
     batch: _builtins.int
     participants: _builtins.int
     last_committed: _builtins.int
     batch_write: _builtins.bool
+    @_builtins.property
+    def joined(self) -> _containers.RepeatedCompositeFieldContainer[Global___JoinedParticipant]: ...
     def __init__(
         self,
         *,
@@ -5558,14 +5568,45 @@ class JobDescription(_message.Message):
         participants: _builtins.int = ...,
         last_committed: _builtins.int = ...,
         batch_write: _builtins.bool = ...,
+        joined: _abc.Iterable[Global___JoinedParticipant] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "batch_write", b"batch_write", "last_committed", b"last_committed", "participants", b"participants", "query", b"query", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "batch_write", b"batch_write", "joined", b"joined", "last_committed", b"last_committed", "participants", b"participants", "query", b"query", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___JobDescription: _TypeAlias = JobDescription  # noqa: Y015
+
+@_typing.final
+class JoinedParticipant(_message.Message):
+    """heard_ago_ms: since its last join or heartbeat at this coordinator; -1 = there was none, and `finished` is not known"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRODUCER_ID_FIELD_NUMBER: _builtins.int
+    PRODUCER_EPOCH_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
+    HEARD_AGO_MS_FIELD_NUMBER: _builtins.int
+    producer_id: _builtins.int
+    producer_epoch: _builtins.int
+    finished: _builtins.bool
+    heard_ago_ms: _builtins.int
+    def __init__(
+        self,
+        *,
+        producer_id: _builtins.int = ...,
+        producer_epoch: _builtins.int = ...,
+        finished: _builtins.bool = ...,
+        heard_ago_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "heard_ago_ms", b"heard_ago_ms", "producer_epoch", b"producer_epoch", "producer_id", b"producer_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JoinedParticipant: _TypeAlias = JoinedParticipant  # noqa: Y015
 
 @_typing.final
 class DescribeTransactionsReply(_message.Message):

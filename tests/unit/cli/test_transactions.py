@@ -13,6 +13,10 @@ from pk.cli import transactions
 from pk.cli.app import run
 from pk.client.admin import (
     HangingTransaction,
+    HeldPartition,
+    JobDescription,
+    OpenTransaction,
+    ParticipantDescription,
     TransactionDescription,
     TransactionListing,
     TransactionListings,
@@ -28,6 +32,19 @@ ENDED = TransactionDescription("b", 1, "CompleteAbort", 78, 4, 60_000, None, (),
 UNKNOWN = TransactionDescription(
     "x", 1, "", 0, 0, 0, None, (), "", errors.TransactionalIdNotFound("no id x")
 )
+TASKS = (
+    ParticipantDescription(77, 3, True, 1_250), ParticipantDescription(78, 0, False, 40),
+    ParticipantDescription(79, 1, None, None),
+)  # fmt: skip
+HELD = (HeldPartition(PLACES[1], OpenTransaction(78, 0, 512, 1_700_000_000_456)),)
+JOB = TransactionDescription(
+    "j", 2, "Ongoing", -1, -1, 0, 1_700_000_000_123, PLACES, "", None,
+    JobDescription("query-1", "run-2", 6, 5, False, TASKS), HELD,
+)  # fmt: skip
+IDLE = TransactionDescription(
+    "i", 2, "Empty", -1, -1, 0, None, (), "", None,
+    JobDescription("query-3", "run-4", None, None, True, ()),
+)  # fmt: skip
 
 
 class Admin:
@@ -43,11 +60,14 @@ class Admin:
         self, states: Any, producer_ids: Any, *, open_longer_ms: int, timeout_s: float
     ) -> TransactionListings:
         self.asked.append((list(states), list(producer_ids), open_longer_ms))
-        listed = (TransactionListing("a", 77, "Ongoing", 2),)
+        listed = (
+            TransactionListing("a", 77, "Ongoing", 2),
+            TransactionListing("j", -1, "Empty", 1, "participants"),
+        )
         return TransactionListings(listed, self.loading, self.silent)
 
     def describe_transactions(self, ids: Any, *, timeout_s: float) -> Any:
-        return [{"a": OPEN, "b": ENDED}.get(each, UNKNOWN) for each in ids]
+        return [{"a": OPEN, "b": ENDED, "j": JOB, "i": IDLE}.get(each, UNKNOWN) for each in ids]
 
     def abort_transaction(self, transactional_id: str, *, timeout_s: float) -> None:
         self.asked.append(("abort", transactional_id))
@@ -83,7 +103,9 @@ def told(capsys: pytest.CaptureFixture[str]) -> Any:
 
 def test_list_passes_its_filters_on(admin: Admin, told: Any) -> None:
     text = told("list")
-    assert text.split("\n")[1].split() == ["a", "2", "77", "Ongoing"]
+    assert [line.split() for line in text.splitlines()[1:]] == [
+        ["a", "producer", "2", "77", "Ongoing"], ["j", "participants", "1", "Empty"],
+    ]  # fmt: skip
     assert "not complete" not in text
     told("list", "--state", "Ongoing", "--state", "Empty", "--producer-id", "7",
          "--open-longer-ms", "9")  # fmt: skip
@@ -98,6 +120,7 @@ def test_list_says_what_it_lacks(admin: Admin, told: Any) -> None:
     found = told("list", "--json")
     assert (found["complete"], found["loading"], found["silent"]) == (False, [3, 4], [2])
     assert found["transactions"][0]["coordinator_id"] == 2
+    assert [each["kind"] for each in found["transactions"]] == ["producer", "participants"]
 
 
 def test_describe_shows_partitions_and_reasons(admin: Admin, told: Any) -> None:
@@ -108,6 +131,39 @@ def test_describe_shows_partitions_and_reasons(admin: Admin, told: Any) -> None:
     first, second = told("describe", "a", "b", "--json")["transactions"]
     assert first["partitions"][1] == {"topic": "orders", "partition": 2}
     assert (first["error"], second["started_ms"], second["reason"]) == (None, None, "timed out")
+
+
+def test_describe_shows_a_job_with_its_participants(admin: Admin, told: Any) -> None:
+    lines = [line.split() for line in told("describe", "j").splitlines()]
+    for expected in (
+        "kind participants", "query query-1", "run run-2", "written by a streaming query",
+        "open batch 6", "last committed batch 5", "participants 3",
+        "holds the last stable offset of orders-2 at 512",
+        "77 3 yes 1.2 s ago", "78 0 no 0.0 s ago", "79 1 not known not by this coordinator",
+    ):  # fmt: skip
+        assert expected.split() in lines, expected
+    assert not [line for line in lines if line[0] in ("producer", "timeout")]
+    lines = [line.split() for line in told("describe", "i").splitlines()]
+    for expected in ("written by a batch write", "open batch none", "last committed batch none"):
+        assert expected.split() in lines, expected
+    assert not [line for line in lines if line[0] in ("participants", "participant", "holds")]
+
+
+def test_describe_of_a_job_as_json(admin: Admin, told: Any) -> None:
+    found, plain = told("describe", "j", "a", "--json")["transactions"]
+    assert (found["kind"], plain["kind"], plain["job"]) == ("participants", "producer", None)
+    job = found["job"]
+    assert [job[name] for name in ("query", "run", "batch", "last_committed", "batch_write")] == [
+        "query-1", "run-2", 6, 5, False,
+    ]  # fmt: skip
+    assert job["participants"][::2] == [
+        {"producer_id": 77, "producer_epoch": 3, "finished": True, "heard_ago_ms": 1_250},
+        {"producer_id": 79, "producer_epoch": 1, "finished": None, "heard_ago_ms": None},
+    ]
+    assert found["held"] == [
+        {"topic": "orders", "partition": 2, "producer_id": 78, "producer_epoch": 0,
+         "first_offset": 512, "began_ms": 1_700_000_000_456},
+    ]  # fmt: skip
 
 
 def test_describe_of_an_unknown_id_fails(admin: Admin, told: Any) -> None:

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from pk import errors, transactional_ids
-from pk.client.admin import AdminClient, TransactionListing
+from pk.client.admin import (
+    AdminClient,
+    HeldPartition,
+    JobDescription,
+    OpenTransaction,
+    ParticipantDescription,
+    TransactionListing,
+)
 from pk.sim.world import SimWorld
 from pk.types import TopicPartition
 from pk.wire import frames
@@ -34,6 +41,7 @@ class Coordinator(FakeBroker):
         self.asked: list[Any] = []
         self.refusals: list[errors.PkError] = []
         self.silent = False
+        self.deleting = False  #: topic t
 
     def knows(self, name: str, producer_id: int, state: str = "Ongoing", *places: int) -> None:
         found = self.known[name] = wire.TransactionDescription(
@@ -42,6 +50,12 @@ class Coordinator(FakeBroker):
         )  # fmt: skip
         for place in places:
             found.partitions.add(topic_id=self.cluster.topics["t"], partition=place)
+
+    def runs(self, name: str, *joined: wire.JoinedParticipant, state: str = "Ongoing") -> None:
+        """Know a job whose open batch 4 has these participants and writes to topic t."""
+        self.knows(name, -1, state, 0, 1)
+        job = wire.JobDescription(query="q", run="r", batch=4, last_committed=-1, joined=joined)
+        self.known[name].job.CopyFrom(job)
 
     def opens(self, partition: int, producer_id: int, began_ms: int, start: int = 5) -> None:
         state = wire.ProducerState(
@@ -68,16 +82,20 @@ class Coordinator(FakeBroker):
             "abort_transaction": lambda request: wire.AbortTransactionReply(),
             "forget_transaction": lambda request: wire.ForgetTransactionReply(),
             "describe_producers": self._describe_producers,
+            "describe_partitions": self._describe_partitions,
         }
         return super()._handlers() | {name: handler(answer) for name, answer in more.items()}
 
     def _list(self, request: wire.ListTransactionsRequest) -> wire.ListTransactionsReply:
         reply = wire.ListTransactionsReply(loading=self.loading)
         for each in self.known.values():
-            if not request.producer_ids or each.producer_id in request.producer_ids:
+            is_job, owned = each.HasField("job"), {each.producer_id}
+            if is_job and request.producer_ids:
+                owned = {pid(1), pid(1, 2)}
+            for producer_id in sorted(owned & set(request.producer_ids or owned)):
                 reply.transactions.add(
-                    transactional_id=each.transactional_id, producer_id=each.producer_id,
-                    state=each.state,
+                    transactional_id=each.transactional_id, producer_id=producer_id,
+                    state=each.state, job=is_job,
                 )  # fmt: skip
         return reply
 
@@ -98,6 +116,15 @@ class Coordinator(FakeBroker):
                 topic_id=each.topic_id, partition=each.partition,
                 producers=self.producers.get(each.partition, ()),
             )  # fmt: skip
+        return reply
+
+    def _describe_partitions(self, request: Any) -> wire.DescribePartitionsReply:
+        if self.deleting:
+            raise errors.UnknownTopicOrPartition("topic 't' does not exist")
+        reply = wire.DescribePartitionsReply()
+        for place, (oldest, *_) in self.producers.items():
+            reply.partitions.add(topic="t", partition=place, oldest_transaction=oldest)
+        reply.partitions.add(topic="t", partition=7)
         return reply
 
 
@@ -164,7 +191,46 @@ def test_a_description_comes_from_the_coordinator(rig: Rig) -> None:
     assert (first.started_ms, first.coordinator_id, first.timeout_ms) == (1_000, 2, MIN)
     assert isinstance(unknown.error, errors.TransactionalIdNotFound)
     assert (last.started_ms, last.reason) == (None, "timed out")
-    assert not rig.first.asked
+    assert [type(each) for each in rig.first.asked] == [wire.DescribePartitionsRequest]
+
+
+def joined(producer_id: int, heard_ago_ms: int = -1, **said: Any) -> wire.JoinedParticipant:
+    return wire.JoinedParticipant(
+        producer_id=producer_id, producer_epoch=3, heard_ago_ms=heard_ago_ms, **said
+    )
+
+
+def test_a_job_is_described_with_what_it_holds(rig: Rig) -> None:
+    """Partition 0 waits for the job; partition 1 waits for a producer of another id."""
+    rig.first.runs("j", joined(pid(1), 700, finished=True), joined(pid(1, 2)))
+    rig.first.knows("a", pid(9), "Ongoing", 0, 1)
+    rig.first.knows("b", pid(1, 2), "CompleteCommit")
+    rig.first.opens(0, pid(1, 2), 1_234, start=11)
+    rig.second.opens(1, pid(9), 1_235, start=22)
+    found, plain, ended = rig.admin.describe_transactions(["j", "a", "b"])
+    assert (found.kind, plain.kind) == ("participants", "producer")
+    assert found.job == JobDescription(
+        "q", "r", 4, None, False,
+        (ParticipantDescription(pid(1), 3, True, 700),
+         ParticipantDescription(pid(1, 2), 3, None, None)),
+    )  # fmt: skip
+    assert found.held == (HeldPartition(T0, OpenTransaction(pid(1, 2), 3, 11, 1_234)),)
+    assert plain.held == (HeldPartition(T1, OpenTransaction(pid(9), 3, 22, 1_235)),)
+    assert (plain.job, ended.held) == (None, ())
+    rig.first.deleting = rig.second.deleting = True
+    (found,) = rig.admin.describe_transactions(["j"])
+    assert (found.held, found.job is None) == ((), False)
+
+
+def test_a_list_names_the_kind(rig: Rig) -> None:
+    rig.first.runs("j")
+    rig.second.knows("a", pid(2))
+    found = rig.admin.list_transactions()
+    assert [(e.transactional_id, e.kind) for e in found.transactions] == [
+        ("a", "producer"), ("j", "participants"),
+    ]  # fmt: skip
+    found = rig.admin.list_transactions(producer_ids=[pid(1), pid(1, 2)])
+    assert [e.producer_id for e in found.transactions] == sorted([pid(1), pid(1, 2)])
 
 
 def test_abort_and_forget_go_to_the_coordinator_and_follow_it(rig: Rig) -> None:
@@ -225,6 +291,16 @@ def test_a_transaction_that_its_coordinator_does_not_know_hangs(
     assert place == "t-0"
     assert reason in said
     assert hanging(rig, topics=["t"]) == [(place, said)]
+
+
+def test_a_participant_of_an_open_job_does_not_hang(rig: Rig) -> None:
+    rig.first.opens(0, pid(1), rig.now_ms - MIN)
+    rig.second.opens(1, pid(1, 2), rig.now_ms - MIN)
+    rig.first.runs("j", joined(pid(1)))
+    ((place, reason),) = hanging(rig)
+    assert (place, reason) == ("t-1", "its producer is not part of the open transaction of the job")
+    rig.first.runs("j", joined(pid(1)), joined(pid(1, 2)))
+    assert hanging(rig) == []
 
 
 def test_a_transaction_older_than_the_maximum_hangs(rig: Rig) -> None:

@@ -534,17 +534,29 @@ def test_resume_gives_open_and_prepared_jobs() -> None:
 
 def test_a_job_is_described_and_listed() -> None:
     bench = JobBench()
-    bench.join(0)
-    bench.join(0)
+    pairs = sorted([bench.join(0), bench.join(0)])
     [found] = bench.run(c.DescribeTransactions((JOB,)))
     assert (found.state, found.producer_id) == ("Ongoing", NONE)
     assert (found.job.query, found.job.run, found.job.batch) == ("q", "r1", 0)
     assert (found.job.participants, found.job.last_committed) == (2, NONE)
+    assert [(e.producer_id, e.producer_epoch, e.heard_ago_ms) for e in found.job.joined] == [
+        (*pair, NONE) for pair in pairs
+    ]
     assert len(found.partitions) == 3
     bench.now += 5_000
     request = wire.ListTransactionsRequest(states=["Ongoing"], open_longer_ms=4_000)
     [row] = bench.run(c.ListTransactions(request))
     assert (row.transactional_id, row.producer_id, row.state) == (JOB, NONE, "Ongoing")
+    assert row.job
+    asked = [pairs[1].producer_id, pairs[0].producer_id, 1]
+    rows = bench.run(c.ListTransactions(wire.ListTransactionsRequest(producer_ids=asked)))
+    assert [(each.transactional_id, each.producer_id) for each in rows] == [
+        (JOB, pair.producer_id) for pair in pairs
+    ]
+    bench.commit(0, *pairs, sums=WRITTEN)
+    bench.marked()
+    [found] = bench.run(c.DescribeTransactions((JOB,)))
+    assert (found.job.last_committed, list(found.job.joined)) == (0, [])
 
 
 def test_the_job_of_a_batch_write_expires_and_that_of_a_query_does_not() -> None:
