@@ -59,7 +59,7 @@ class Metadata:
         self._wanted = True
         #: the brokers that a leaderless partition waits for
         self._absent: dict[PartitionKey, tuple[int, ...]] = {}
-        self._offset = NONE  #: the highest offset of the metadata log in any reply
+        self.offset = NONE  #: the highest offset of the metadata log in any reply
         self.generation = 0  #: counts updates
         self.complete = False  #: the last update covered all topics
 
@@ -133,10 +133,10 @@ class Metadata:
         self._updated_ms = now_ms
         self._wanted = False
         self.generation += 1
-        if reply.metadata_offset < self._offset:
+        if reply.metadata_offset < self.offset:
             self._hear_old(reply)
             return
-        self._offset = reply.metadata_offset
+        self.offset = reply.metadata_offset
         self.controller_id = reply.controller_id
         self.brokers = {node.node_id: node.address for node in reply.brokers}
         listed = set()

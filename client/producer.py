@@ -79,12 +79,15 @@ class Producer(ProducerTransactions):
             world, o = self._thread.world, self._options
             self._cluster = NetworkClient(world, bootstrap, **network_options(o))
             self._engine = ProduceEngine(world, self._cluster, o, compute=self._thread.compute)
-            self._transactions = (
-                TransactionEngine(world, self._cluster, self._engine, o)
-                if o["transactional_id"]
-                else None
-            )
+            self._transactions = self._open_transactions()
         connection.close_at_exit(self, self.close, self._forked)
+
+    def _open_transactions(self) -> TransactionEngine | None:
+        """Return the part that decides which records are accepted; a subclass has its own."""
+        if not self._options["transactional_id"]:
+            return None
+        world = self._thread.world
+        return TransactionEngine(world, self._cluster, self._engine, self._options)
 
     def _forked(self) -> None:
         """Disable the fast path in a forked child: no loop would send the records, so each call

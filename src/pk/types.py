@@ -50,6 +50,22 @@ class PartitionKey(NamedTuple):
         return f"{self.topic_id}:{self.partition}"
 
 
+class RowSums(NamedTuple):
+    """What a batch of a query has in one topic.  row_sum: of the rows' hashes, modulo 2^64."""
+
+    rows: int = 0
+    bytes: int = 0
+    row_sum: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.rows} rows of {self.bytes} bytes (sum {self.row_sum:#x})"
+
+    def plus(self, other: RowSums) -> RowSums:
+        """Return the sums of both sets of rows."""
+        rows, size = self.rows + other.rows, self.bytes + other.bytes
+        return RowSums(rows, size, (self.row_sum + other.row_sum) % 2**64)
+
+
 class EpochStart(NamedTuple):
     """`epoch` began at `start_offset` (KIP-101): one entry of the leader-epoch cache."""
 

@@ -1,7 +1,6 @@
-"""One transaction of many producers on real processes: the coordinator's side of rules X4 to X9.
+"""One transaction of many producers on real processes: rules X4 to X9.
 
-The tests send the requests of tasks and drivers themselves; a task's records go through a
-`Producer` that writes under the pair of its join.
+Tasks are `TaskProducer`s, and the driver is a `BatchCommitter`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,10 @@ from real_cluster import until, values
 
 from pk import AdminClient, Producer, errors
 from pk.cli.embedded import EmbeddedCluster, EmbeddedServer
-from pk.client.transaction_manager import ManagerState
+from pk.client.batch_committer import BatchCommitter
+from pk.client.participant import BatchOfRun
+from pk.client.task_producer import TaskProducer
+from pk.types import RowSums
 from pk.wire import pk_pb2 as wire
 
 pytestmark = pytest.mark.integration
@@ -28,17 +30,11 @@ SETTINGS = {"participant_lease_ms": 3_000, "participant_transaction_max_ms": 60_
 
 
 class Task:
-    """An attempt of a task, and the driver's requests."""
+    """The attempts of one task, each with a producer of its own, and the driver's calls."""
 
     def __init__(self, address: str, job: str, topic: str) -> None:
-        self.job, self.topic = job, topic
-        self.producer = Producer(
-            address,
-            transactional_id=f"{job}-unused",
-            linger_ms=0,
-            delivery_timeout_ms=10_000,
-            request_timeout_ms=5_000,
-        )
+        self.address, self.job, self.topic = address, job, topic
+        self.producers: list[TaskProducer] = []
         with AdminClient(address) as admin:
             (state, *_) = admin.describe_topics([topic])
             self.topic_id = state.topic_id
@@ -47,72 +43,43 @@ class Task:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.producer._transactions = None  # its own id was never used
-        self.producer.close()
+        for each in self.producers:
+            each.close(0)
 
-    def call(self, request: Any) -> Any:
-        """Ask the coordinator; asks again while it is not there or markers are written."""
-        found: list[Any] = []
+    @property
+    def producer(self) -> TaskProducer:
+        return self.producers[-1]
 
-        async def ask() -> Any:
-            cluster = self.producer._cluster
-            cluster.start()
-            where: Any = await cluster.call_any(
-                wire.FindCoordinatorRequest(key=self.job, key_type=1), timeout_ms=10_000
-            )
-            return await cluster.call_at(where.address, request, timeout_ms=10_000)
-
-        def answered() -> bool:
-            try:
-                found.append(self.producer._thread.run(ask(), 30.0))
-            except (errors.ConcurrentTransactions, errors.RetriableError):
-                return False
-            return True
-
-        until(answered, f"no answer to {type(request).__name__}")
-        return found[0]
-
-    def batch(self, number: int, run: str = "r1") -> wire.JobBatch:
-        return wire.JobBatch(job=self.job, query="q", run=run, batch=number)
+    def batch(self, number: int, run: str = "r1") -> BatchOfRun:
+        return BatchOfRun(self.job, "q", run, number)
 
     def join(self, number: int, run: str = "r1") -> wire.JoinTransactionReply:
-        request = wire.JoinTransactionRequest(
-            batch=self.batch(number, run), topic_ids=[self.topic_id]
+        producer = TaskProducer(
+            self.address,
+            self.batch(number, run),
+            linger_ms=0,
+            delivery_timeout_ms=10_000,
+            request_timeout_ms=5_000,
         )
-        reply: wire.JoinTransactionReply = self.call(request)
-        if reply.producer_id >= 0:
-            self._begin(reply.producer_id, reply.producer_epoch)
-        return reply
-
-    def _begin(self, producer_id: int, epoch: int) -> None:
-        async def begin() -> None:
-            engine, transactions = self.producer._engine, self.producer._transactions
-            assert transactions is not None
-            transactions.manager.state = ManagerState.IN_TRANSACTION
-            engine.begin_transaction(producer_id, epoch)
-
-        self.producer._thread.run(begin(), 10.0)
+        self.producers.append(producer)
+        return producer.join([self.topic])
 
     def write(self, value: bytes, partitions: int = 3) -> None:
-        futures = [
-            self.producer.send(self.topic, value, partition=each) for each in range(partitions)
-        ]
-        for each in futures:
-            each.result(timeout=WAIT_S)
+        for each in range(partitions):
+            self.producer.send(self.topic, value, partition=each)
+        self.producer.flush(WAIT_S)
+
+    def driver(self, number: int, run: str = "r1") -> BatchCommitter:
+        return BatchCommitter(self.address, self.batch(number, run), request_timeout_ms=5_000)
 
     def commit(
         self, number: int, *named: wire.JoinTransactionReply, rows: int = 3, run: str = "r1"
-    ) -> wire.CommitParticipantsReply:
-        request = wire.CommitParticipantsRequest(
-            batch=self.batch(number, run),
-            participants=[
-                wire.Participant(producer_id=each.producer_id, producer_epoch=each.producer_epoch)
-                for each in named
-            ],
-            sums=[wire.TopicSums(topic_id=self.topic_id, rows=rows, bytes=1, row_sum=1)],
-        )
-        reply: wire.CommitParticipantsReply = self.call(request)
-        return reply
+    ) -> bool:
+        with self.driver(number, run) as driver:
+            return driver.commit(
+                [(each.producer_id, each.producer_epoch) for each in named],
+                {self.topic_id: RowSums(rows, 1, 1)},
+            )
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +115,7 @@ def test_only_the_named_attempts_of_a_batch_become_visible(server: EmbeddedServe
         again = two.join(2, "r2")
         assert again.committed
         assert [each.rows for each in again.sums] == [3]
-        assert two.commit(2, run="r2").already_committed
+        assert two.commit(2, run="r2")
         with pytest.raises(errors.ReplayDiffers, match="3 rows"):
             two.commit(2, rows=4, run="r2")
     assert len(values(address, topic, committed=False)) == 18
@@ -196,6 +163,7 @@ def test_a_batch_whose_tasks_died_lets_the_stable_offset_go(server: EmbeddedServ
         task.write(b"lost")
         plain.send(topic, b"behind", partition=0).result(timeout=WAIT_S)
         assert values(address, topic) == []
+        task.producer.close(0)  # as a process that ends: no heartbeat follows
         until(lambda: sorted(values(address, topic)) == [b"behind"], "the lease did not end")
         with pytest.raises(errors.TransactionTimedOut, match="participant_lease_ms"):
             task.commit(0, joined)
@@ -242,15 +210,77 @@ def test_a_batch_outlives_its_coordinator(tmp_path: Path) -> None:
             Task(cluster.address, "job-coordinator", topic) as one,
             Task(cluster.address, "job-coordinator", topic) as two,
         ):
-            for number in range(3):
+            for number in range(2):
                 winner, loser = one.join(number), two.join(number)
                 one.write(b"w%d" % number)
                 two.write(b"l%d" % number)
                 if number == 1:
                     described(cluster.address, "job-coordinator", topic, winner, loser)
-                where = one.call(wire.FindCoordinatorRequest(key=one.job, key_type=1))
-                cluster.kill(where.node_id)
+                with AdminClient(cluster.address) as admin:
+                    (found,) = admin.describe_transactions([one.job])
+                cluster.kill(found.coordinator_id)
                 one.commit(number, winner)
-                cluster.start_nodes([where.node_id])
-        expected = sorted([b"w0", b"w1", b"w2"] * 3)
+                cluster.start_nodes([found.coordinator_id])
+        expected = sorted([b"w0", b"w1"] * 3)
         until(lambda: sorted(values(cluster.address, topic)) == expected, f"not {expected}")
+
+
+def test_a_task_sends_only_between_its_join_and_its_finish(server: EmbeddedServer) -> None:
+    address = server.address
+    topic = topic_of(address, "calls")
+    with Task(address, "job-calls", topic) as task:
+        idle = TaskProducer(address, task.batch(0))
+        task.producers.append(idle)
+        for refused in (lambda: idle.send(topic, b"early"), lambda: idle.finish()):
+            with pytest.raises(errors.InvalidTxnState, match="not joined"):
+                refused()
+        joined = task.join(0)
+        for call in (task.producer.begin_transaction, task.producer.commit_transaction):
+            with pytest.raises(errors.InvalidTxnState, match="driver of a batch"):
+                call()
+        with pytest.raises(errors.InvalidTxnState, match="joined already"):
+            task.producer.join([topic])
+        task.producer.send(topic, b"one", partition=0)
+        assert task.producer.finish() == (joined.producer_id, joined.producer_epoch)
+        with pytest.raises(errors.InvalidTxnState, match="has finished"):
+            task.producer.send(topic, b"late")
+        task.commit(0, joined, rows=1)
+        until(lambda: values(address, topic) == [b"one"], "the batch is not visible")
+        task.join(0, "r2")
+        with pytest.raises(errors.InvalidTxnState, match="write nothing"):
+            task.producer.send(topic, b"again")
+
+
+def test_a_record_that_fails_is_never_part_of_a_commit(server: EmbeddedServer) -> None:
+    address = server.address
+    topic = topic_of(address, "fails")
+    with Task(address, "job-fails", topic) as task, Task(address, "job-fails", topic) as other:
+        task.join(0)
+        task.producer.send(topic, b"first", partition=0).result(timeout=WAIT_S)
+        with other.driver(0) as driver:
+            assert not driver.abort()
+        until(lambda: len(values(address, topic, committed=False)) == 1, "not stored")
+        failed = task.producer.send(topic, b"second", partition=0)
+        assert failed.exception(timeout=WAIT_S) is not None
+        with pytest.raises(errors.TransactionAborted):
+            task.producer.finish()
+        with pytest.raises(errors.TransactionAborted):
+            task.producer.send(topic, b"third")
+        assert values(address, topic) == []
+
+
+def test_an_aborted_batch_may_be_written_by_the_next_run(server: EmbeddedServer) -> None:
+    address = server.address
+    topic = topic_of(address, "again")
+    with Task(address, "job-again", topic) as task:
+        task.join(0)
+        task.write(b"lost")
+        with task.driver(0) as driver:
+            assert not driver.abort()
+        joined = task.join(0, "r2")
+        task.write(b"kept")
+        task.producer.finish()
+        task.commit(0, joined, run="r2")
+        with task.driver(0, "r2") as driver:
+            assert driver.abort(), "a committed batch stays committed"
+        until(lambda: values(address, topic) == [b"kept"] * 3, "the batch is not visible")

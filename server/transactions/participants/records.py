@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from pk import errors
-from pk.server.transactions.participants.state import BatchSums, Job, Participant, RowSums
+from pk.server.transactions.participants.state import BatchSums, Job, Participant
 from pk.server.transactions.records import (
     BATCH,
     KEY_VERSION,
@@ -29,7 +29,7 @@ from pk.server.transactions.records import (
     topics_of,
 )
 from pk.server.transactions.state import TransactionState
-from pk.types import ProducerId
+from pk.types import ProducerId, RowSums
 from pk.wire import pk_pb2 as wire
 
 _LENGTH = struct.Struct(">I")

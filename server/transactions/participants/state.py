@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from pk.server.transactions.state import STEPS, TransactionState
-from pk.types import NONE, Epoch, Offset, PartitionKey, ProducerId
+from pk.types import NONE, Epoch, Offset, PartitionKey, ProducerId, RowSums
 
 #: How many runs before the current one are fenced by name (X8).
 SUPERSEDED_MAX = 32
@@ -38,17 +38,6 @@ class Participant(NamedTuple):
 
     epoch: int
     transaction: int  #: the last one that it joined
-
-
-class RowSums(NamedTuple):
-    """What a committed batch wrote to one topic."""
-
-    rows: int
-    bytes: int
-    row_sum: int  #: of the rows' hashes, modulo 2^64
-
-    def __str__(self) -> str:
-        return f"{self.rows} rows of {self.bytes} bytes (sum {self.row_sum:#x})"
 
 
 #: By topic id; topics without rows are left out.

@@ -1,0 +1,71 @@
+"""Requests to the coordinator of one transactional id, whichever broker it is.
+
+World-generic.
+
+Invariants
+  K1  Every call ends by its time-out: with the reply, with the coordinator's refusal, or with
+      `RequestTimedOut`, which says what it waited for.
+  K2  A request without an answer is sent again.  So only requests that may be repeated are sent
+      with this class: each names the batch that it is about, and the coordinator answers a
+      repetition like the first one, or adds a participant, which no commit names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from google.protobuf.message import Message
+
+from pk import errors
+from pk.backoff import Backoff, client_jitter
+from pk.client.network_client import NetworkClient
+from pk.wire import pk_pb2 as wire
+from pk.world import World
+
+#: The key type of transactional ids in FindCoordinator.
+TRANSACTION = 1
+#: The waits before the next attempt: markers are written within milliseconds.
+BACKOFF_MS = (20, 1_000)
+#: These errors come from the coordinator itself; after any other, it is looked up again.
+_SAME_COORDINATOR = (errors.ConcurrentTransactions, errors.CoordinatorLoading)
+
+
+class CoordinatorCalls:
+    """Calls for the transactional id `key`.  attempt_ms: how long one attempt may take"""
+
+    def __init__(self, world: World, cluster: NetworkClient, key: str, attempt_ms: int) -> None:
+        self._world = world
+        self._cluster = cluster
+        self._key = key
+        self._attempt_ms = attempt_ms
+        self._address: str | None = None
+
+    async def call(self, request: Message, timeout_ms: int) -> Any:
+        """Return the coordinator's reply.  Raises its refusal, or `RequestTimedOut` (K1)."""
+        problem: errors.PkError | None = None
+        backoff = Backoff(BACKOFF_MS, client_jitter(self._world.rng))
+        self._cluster.start()  # a coordinator that leaves the metadata holds up no call
+        try:
+            async with asyncio.timeout(timeout_ms / 1000):
+                while True:
+                    try:
+                        return await self._attempt(request)
+                    except errors.RetriableError as failure:
+                        problem = failure
+                        if not isinstance(failure, _SAME_COORDINATOR):
+                            self._address = None
+                    await self._world.clock.sleep_ms(backoff.next_ms())
+        except TimeoutError:
+            name = request.DESCRIPTOR.name
+            why = "" if problem is None else f" ({type(problem).__name__}: {problem.message})"
+            raise errors.RequestTimedOut(
+                f"{name} of {self._key!r}: no outcome within {timeout_ms} ms{why}"
+            ) from problem
+
+    async def _attempt(self, request: Message) -> Message:
+        if self._address is None:
+            find = wire.FindCoordinatorRequest(key=self._key, key_type=TRANSACTION)
+            found: Any = await self._cluster.call_any(find, timeout_ms=self._attempt_ms)
+            self._address = found.address
+        return await self._cluster.call_at(self._address, request, timeout_ms=self._attempt_ms)
