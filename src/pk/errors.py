@@ -6,9 +6,8 @@
     │   ├── NotEnoughReplicas · StorageFull · BrokerUnavailable · RequestTimedOut · ThrottledError
     │   ├── UnknownTopicOrPartition (while metadata travels) · ControllerUnavailable
     │   ├── InvalidUpdateVersion · IneligibleReplica · PreferredLeaderNotAvailable
-    │   ├── TierUnavailable · UnknownTierRange · EligibleLeadersNotAvailable
-    │   ├── CoordinatorLoading · CoordinatorUnavailable · NotCoordinator · ConcurrentTransactions
-    │   └── SnapshotNotFound (of the metadata, rule Q2)
+    │   ├── TierUnavailable · UnknownTierRange · EligibleLeadersNotAvailable · SnapshotNotFound
+    │   └── CoordinatorLoading · CoordinatorUnavailable · NotCoordinator · ConcurrentTransactions
     ├── UserError                 the caller's request, option or data is wrong
     │   ├── UnknownTopicId · TopicAlreadyExists · InvalidTopic · InvalidPartitions
     │   ├── InvalidReplicationFactor · InvalidConfig · InvalidRequest · InvalidOption
@@ -433,7 +432,8 @@ class TransactionAborted(UserError):
 
 
 class TransactionTimedOut(TransactionAborted):
-    """Aborted by the coordinator after transaction_timeout_ms: abort, then begin and send again."""
+    """Aborted after transaction_timeout_ms: begin and send again.  A job: no task was heard for
+    participant_lease_ms, or participant_transaction_max_ms passed: start the query again."""
 
     code = 1061
 
