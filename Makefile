@@ -13,7 +13,8 @@ PY := $(VENV)/bin/python
 ARGS ?=
 SEED ?=
 SEEDS ?= 1000
-ROUNDS ?= 50
+ROUNDS ?=
+SECONDS ?=
 MINUTES ?=
 NAME ?= all
 # S3=required turns "skipped, Go is missing" into a failure (CI).
@@ -25,8 +26,8 @@ PYTEST := $(PY) -m pytest -q $(ARGS)
 # tests compute.  There a worker takes a whole file, the long ones first (tests/conftest.py).
 SPREAD := -n 2 --dist worksteal
 REAL_SPREAD := -n 2 --dist loadfile
-FAST := $(wildcard tests/unit tests/contract tests/property tests/sim tests/soak tests/chaos)
-REAL := $(wildcard tests/contract tests/integration tests/spark tests/s3 tests/chaos tests/eos tests/golden tests/soak)
+FAST := $(wildcard tests/unit tests/contract tests/property tests/sim tests/soak tests/chaos tests/jepsen)
+REAL := $(wildcard tests/contract tests/integration tests/spark tests/s3 tests/chaos tests/eos tests/jepsen tests/golden tests/soak)
 PLAIN := not s3 and not spark and not chaos and not peer
 PROCESSES := (integration or spark or s3 or chaos) and not peer
 
@@ -97,7 +98,7 @@ canaries: $(VENV)/.ready ## look again for the seeds that notice what is broken 
 
 .PHONY: chaos
 chaos: $(VENV)/.ready ## 50 rounds of kill -9 under load (ROUNDS=, SEED=); a verdict table
-	$(PY) tests/chaos/run.py --rounds $(ROUNDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
+	$(PY) tests/chaos/run.py --rounds $(or $(ROUNDS),50) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 .PHONY: chaos-cluster
 chaos-cluster: $(VENV)/.ready ## three nodes: kills, freezes, cut networks, lost disks (SEED=); a verdict
@@ -106,6 +107,10 @@ chaos-cluster: $(VENV)/.ready ## three nodes: kills, freezes, cut networks, lost
 .PHONY: eos
 eos: $(VENV)/.ready ## exactly once: a read-process-write loop in transactions, brokers and clients killed (SEED=); a verdict
 	$(PY) tests/eos/run.py $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+.PHONY: jepsen
+jepsen: $(VENV)/.ready ## Jepsen's queue workload: sends, polls, transactions under kills, pauses, cut links (SECONDS=, ROUNDS=, SEED=); a verdict table
+	$(PY) tests/jepsen/run.py --seconds $(or $(SECONDS),300) --rounds $(or $(ROUNDS),5) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 .PHONY: abuse
 abuse: $(VENV)/.ready ## bit flips, wrong clocks, full disks, hostile peers (SEED=); a verdict table
