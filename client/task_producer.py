@@ -49,6 +49,10 @@ class TaskProducer(Producer):
         seconds = self._seconds(timeout_s)
         return self._thread.run(self._participant.join(topics, int(seconds * 1000)), seconds)
 
+    def topic_id(self, topic: str) -> str:
+        """Return the id of a topic that the producer has asked for (`partitions_for`, `join`)."""
+        return self._cluster.metadata.topic(topic).topic_id
+
     def finish(self, timeout_s: float | None = None) -> tuple[int, int]:
         """Wait until every record is acknowledged; return the (producer id, epoch) for the commit.
 

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, TypeVar
 from pk import errors
 from pk.settings import CONSUMER
 from pk.sparkconnector.offsets import Bounds, Range
-from pk.sparkconnector.options import CONNECT_TIMEOUT_MS
+from pk.sparkconnector.option_names import CONNECT_TIMEOUT_MS
 from pk.sparkconnector.scan import UNKNOWN_TOPIC_WAIT_MS, PooledStream, Scan, ScannedBatches
 from pk.types import NONE, READ_COMMITTED, READ_UNCOMMITTED, EpochStart, PartitionKey
 from pk.wire import frames

@@ -197,7 +197,7 @@ def read_topic(
         read_topic(spark, "events", "localhost:9092").groupBy("partition").count().show()
     """
     from pk.sparkconnector.connection import cluster
-    from pk.sparkconnector.options import CONNECT_TIMEOUT_MS
+    from pk.sparkconnector.option_names import CONNECT_TIMEOUT_MS
 
     _verify_pages(spark)
     given = {name.lower(): value for name, value in options.items()}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from pyspark.sql.datasource import DataSource
 
 from pk import errors
-from pk.sparkconnector import options
+from pk.sparkconnector import options, sink_options
 from pk.sparkconnector.planner import warn
 from pk.sparkconnector.worker_errors import sentence_alone
 
@@ -74,18 +74,18 @@ class PkDataSource(DataSource):
         """A batch write to a topic."""
         from pk.sparkconnector.batch_writer import PkWriter
 
-        sink = options.sink(dict(self.options))
+        sink = sink_options.sink(dict(self.options))
         _warn(sink.warnings)
         return PkWriter(sink, schema, overwrite)
 
     @sentence_alone
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:
-        """A streaming write: a batch write for each trigger."""
+        """A streaming write: one transaction for each trigger."""
         from pk.sparkconnector.stream_writer import PkStreamWriter
 
-        sink = options.sink(dict(self.options))
+        sink = sink_options.sink(dict(self.options))
         _warn(sink.warnings)
-        return PkStreamWriter(sink, schema, overwrite)
+        return PkStreamWriter(sink_options.for_stream(sink), schema, overwrite)
 
 
 def _any_side(given: Mapping[str, str]) -> dict[str, str]:

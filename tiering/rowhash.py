@@ -189,6 +189,23 @@ def _hash_headers(column: pa.Array) -> U64:
     return summed
 
 
+def _content_terms(rows: pa.RecordBatch) -> U64:
+    """Returns the terms of key, value and headers, those of them that the rows have."""
+    _, _, key_factor, value_factor, header_factor = _COLUMNS
+    total: U64 = np.zeros(rows.num_rows, np.uint64)
+    names = rows.schema.names
+    for name, factor in (("key", key_factor), ("value", value_factor)):
+        if name not in names or rows.column(name).null_count == rows.num_rows:
+            total += _NULL_TIMES[factor]
+        else:
+            hashed = hash_bytes(rows.column(name))
+            hashed *= factor
+            total += hashed
+    if "headers" in names and rows.column("headers").null_count < rows.num_rows:
+        total += _hash_headers(rows.column("headers")) * header_factor
+    return total
+
+
 def hash_rows(rows: pa.RecordBatch) -> U64:
     """Returns one hash in [0, 2^63) per row of a batch with the columns of the tier's files."""
     if not rows.num_rows:
@@ -198,22 +215,34 @@ def hash_rows(rows: pa.RecordBatch) -> U64:
     numbers = stamps.view(pa.int64()).to_numpy()
     if unit == "us":
         numbers = numbers // 1000
-    offset_factor, stamp_factor, key_factor, value_factor, header_factor = _COLUMNS
-    total: U64 = rows.column("offset").to_numpy().view(np.uint64) * offset_factor
+    offset_factor, stamp_factor, *_ = _COLUMNS
+    total = _content_terms(rows)
+    total += rows.column("offset").to_numpy().view(np.uint64) * offset_factor
     total += numbers.view(np.uint64) * stamp_factor
-    for name, factor in (("key", key_factor), ("value", value_factor)):
-        column = rows.column(name)
-        if column.null_count == len(column):
-            total += _NULL_TIMES[factor]
-        else:
-            hashed = hash_bytes(column)
-            hashed *= factor
-            total += hashed
-    if rows.column("headers").null_count < rows.num_rows:
-        total += _hash_headers(rows.column("headers")) * header_factor
     return _mix(total) & np.uint64(SUM_MODULUS - 1)
 
 
 def row_sum(rows: pa.RecordBatch) -> int:
     """Returns the sum of the row hashes modulo 2^63."""
     return int(hash_rows(rows).sum(dtype=np.uint64)) % SUM_MODULUS
+
+
+def sink_sum(rows: pa.RecordBatch) -> int:
+    """Returns the sum modulo 2^64 of the hashes of rows that have no offset yet.
+
+    rows: any of the columns `key`, `value`, `headers`, `partition` and `timestamp`, as a sink gets
+    them.  Partitions and timestamps are part of the hash in the places of offset and timestamp.
+    """
+    if not rows.num_rows:
+        return 0
+    total = _content_terms(rows)
+    for name, factor in zip(("partition", "timestamp"), _COLUMNS[:2], strict=True):
+        if name not in rows.schema.names:
+            continue
+        column = rows.column(name)
+        wide = column.cast(pa.int64()) if name == "partition" else column.view(pa.int64())
+        numbers: U64 = pc.fill_null(wide, 0).to_numpy().view(np.uint64) * factor
+        if column.null_count:
+            numbers = np.where(pc.is_null(wide).to_numpy(zero_copy_only=False), _NULL, numbers)
+        total += numbers
+    return int(_mix(total).sum(dtype=np.uint64))

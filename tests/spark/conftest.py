@@ -63,6 +63,14 @@ class Cluster:
         with Producer(self.address) as producer:
             producer.send(topic, value=value, partition=0).result(60)
 
+    def fill_values(self, topic: str, values: list[bytes]) -> None:
+        """Produce values, in turn to each partition."""
+        places = len(self.admin.offsets(topic))
+        with Producer(self.address) as producer:
+            for number, value in enumerate(values):
+                producer.send(topic, value=value, partition=number % places)
+            producer.flush(60)
+
     def consumed(self, topic: str) -> list[tuple[Any, ...]]:
         """Return all that a plain consumer sees: (partition, offset, key, value, timestamp,
         headers).

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pk import errors
-from pk.sparkconnector import options
+from pk.sparkconnector import options, sink_options
 
 BASE = {"pk.bootstrap.servers": "h:1", "subscribe": "flights"}
 
@@ -113,7 +113,7 @@ def test_bad_streaming_options(given, words):
 
 @pytest.mark.parametrize("name", ["kafka.security.protocol", "kafka.sasl.jaas.config", "pk.ssl.ca"])
 def test_security_is_refused_until_it_exists(name):
-    for side in (options.sink, lambda given: options.source(given, streaming=True)):
+    for side in (sink_options.sink, lambda given: options.source(given, streaming=True)):
         with pytest.raises(errors.UnsupportedFeature, match="no security yet"):
             side({**BASE, name: "x"})
 
@@ -122,7 +122,7 @@ def test_meaningless_options_are_accepted_with_one_warning_each():
     found = read(kafka__group__id="g", kafka__key__deserializer="K", groupIdPrefix="p", topic="t")
     assert len(found.warnings) == 4
     assert found.client == {}
-    sunk = options.sink(
+    sunk = sink_options.sink(
         {"kafka.bootstrap.servers": "h:1", "startingOffsets": "latest", "pk.retries": "3"}
     )
     assert len(sunk.warnings) == 2
@@ -134,7 +134,7 @@ def test_sparks_own_options_pass_in_silence():
 
 def test_client_settings_reach_the_client():
     assert read(kafka__fetch__max__bytes="1048576").client == {"fetch_max_bytes": 1048576}
-    sunk = options.sink(
+    sunk = sink_options.sink(
         {
             "pk.bootstrap.servers": "h:1",
             "kafka.compression.type": "lz4",
@@ -152,7 +152,46 @@ def test_a_setting_of_the_other_client_is_a_warning():
 @pytest.mark.parametrize("given", [{"kafka.acks": "1"}, {"pk.enable.idempotence": "false"}])
 def test_a_sink_reports_only_what_was_acknowledged(given):
     with pytest.raises(errors.InvalidOption, match="of a sink"):
-        options.sink({"pk.bootstrap.servers": "h:1", **given})
+        sink_options.sink({"pk.bootstrap.servers": "h:1", **given})
+
+
+def test_a_sink_is_exactly_once_unless_told_otherwise():
+    base = {"pk.bootstrap.servers": "h:1"}
+    assert sink_options.sink(base).exactly_once
+    assert not sink_options.sink({**base, "kafka.delivery": "At_Least_Once"}).exactly_once
+    found = sink_options.sink({**base, "txnAppId": "app", "txnVersion": "7"})
+    assert (found.app, found.version, found.accept_mismatch) == ("app", 7, False)
+    assert sink_options.sink({**base, "onReplayMismatch": "accept"}).accept_mismatch
+    with pytest.raises(errors.InvalidOption, match="query id and its batch id"):
+        sink_options.for_stream(found)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"pk.delivery": "exactly"}, "exactly_once, at_least_once"),
+        ({"txnAppId": "app"}, "together"),
+        ({"txnVersion": "1"}, "together"),
+        ({"txnAppId": " ", "txnVersion": "1"}, "1 to 249 bytes"),
+        ({"txnAppId": "x" * 250, "txnVersion": "1"}, "not 250"),
+        ({"txnAppId": "app", "txnVersion": "-1"}, "whole number"),
+        ({"txnAppId": "app", "txnVersion": str(2**63)}, "whole number"),
+        ({"txnAppId": "a", "txnVersion": "1", "pk.delivery": "at_least_once"}, "needs pk.delivery"),
+        ({"onReplayMismatch": "drop"}, "fail, accept"),
+        ({"pk.transactional.id": "x"}, "a query has its own"),
+        ({"pk.transaction.timeout.ms": "5"}, "participant_transaction_max_ms"),
+    ],
+)
+def test_bad_options_of_a_transaction(given, words):
+    with pytest.raises(errors.InvalidOption, match=words):
+        sink_options.sink({"pk.bootstrap.servers": "h:1", **given})
+
+
+def test_a_job_has_a_name_of_bounded_size_for_each_sink():
+    assert sink_options.job_name("q", "t") == "q:t"
+    names = {sink_options.job_name("q", topic) for topic in ("x" * 249, "y" * 249, "t", None)}
+    assert len(names) == 4
+    assert all(len(name) <= 249 for name in names)
 
 
 def test_a_time_wins_over_offsets_as_in_kafkas_connector():

@@ -1,4 +1,4 @@
-"""What a sink's tasks send and report: sparkconnector/batch_writer B1 and B2."""
+"""What a sink's tasks send and report: sparkconnector/task_writer B1 to B3."""
 
 from __future__ import annotations
 
@@ -14,17 +14,21 @@ from pyspark.sql.types import BinaryType, IntegerType, LongType, StringType, Str
 
 from pk import errors
 from pk.log import columns
-from pk.sparkconnector import options
-from pk.sparkconnector.batch_writer import Columns, PkCommit, PkWriter, check_messages
+from pk.sparkconnector import sink_options
+from pk.sparkconnector.batch_commit import check_messages
+from pk.sparkconnector.batch_writer import PkWriter
 from pk.sparkconnector.planner import PkWarning
 from pk.sparkconnector.stream_writer import PkStreamWriter
+from pk.sparkconnector.task_writer import Columns, PkCommit, sums_of
 
 UTC = datetime.UTC
 
 
-def sink(broker=None, **given) -> options.Sink:
+def sink(broker=None, **given) -> sink_options.SinkOptions:
+    """At least once: the scripted broker has no coordinator of jobs."""
     address = "h:1" if broker is None else broker.address
-    return options.sink({"pk.bootstrap.servers": address, **given})
+    base = {"pk.bootstrap.servers": address, "pk.delivery": "at_least_once"}
+    return sink_options.sink({**base, **given})
 
 
 def schema_of(**kinds) -> StructType:
@@ -121,7 +125,7 @@ def test_headers_and_timestamps_are_kept(broker):
             "timestamp": pa.array([stamp, None], pa.timestamp("us", "Etc/UTC")),
         }
     )
-    from pk.sparkconnector.batch_writer import write_all
+    from pk.sparkconnector.task_writer import write_all
 
     chosen = Columns(VALUE, sink(topic="out"))
     chosen.names |= {"headers": "headers", "timestamp": "timestamp"}
@@ -149,6 +153,30 @@ def test_an_unknown_topic_fails_the_task(broker, monkeypatch):
     writer = PkWriter(sink(broker, topic="nowhere"), VALUE, overwrite=False)
     with pytest.raises(errors.UnknownTopicOrPartition):
         writer.write(iter([pa.record_batch({"value": pa.array([b"1"], pa.binary())})]))
+
+
+def test_sums_do_not_depend_on_the_batches_of_spark():
+    stamp = datetime.datetime(2013, 1, 1, 5, tzinfo=UTC)
+    from pk.sparkconnector.rows import HEADERS
+
+    rows = pa.record_batch(
+        {
+            "key": pa.array(["a", None, "b", "a"]),
+            "value": pa.array([b"1", b"22", None, b"22"], pa.binary()),
+            "partition": pa.array([0, None, 1, 1], pa.int32()),
+            "timestamp": pa.array([stamp, None, stamp, None], pa.timestamp("us", "UTC")),
+            "headers": pa.array([[{"key": "h", "value": b"x"}], None, [], None], HEADERS),
+        }
+    )
+    whole = sums_of(rows)
+    assert (whole.rows, whole.bytes) == (4, 8)
+    for cut in range(5):
+        assert sums_of(rows.slice(0, cut)).plus(sums_of(rows.slice(cut))) == whole
+    for name in rows.schema.names:  # each column counts, and so does its absence
+        assert sums_of(rows.drop_columns([name])).row_sum != whole.row_sum
+        column = rows.column(name).take(pa.array([1, 0, 2, 3]))
+        moved = rows.set_column(rows.schema.get_field_index(name), name, column)
+        assert sums_of(moved).row_sum != whole.row_sum
 
 
 @pytest.mark.parametrize(
@@ -179,7 +207,7 @@ def test_the_driver_adds_up_what_tasks_report():
 
 def test_abort_undoes_nothing_and_says_so(broker):
     writer = PkStreamWriter(sink(topic="out"), VALUE, overwrite=False)
-    with pytest.warns(PkWarning, match="batch 4 failed; 5 rows"):
+    with pytest.warns(PkWarning, match="the write failed; 5 rows"):
         writer.abort([PkCommit(7, 0, {"t": {0: (0, 4)}}, 5), None], 4)
 
 
