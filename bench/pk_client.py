@@ -7,10 +7,12 @@ these lines).
   prebuilt  produce: the Arrow batches exist already
   random    produce: as prebuilt, with values that no codec compresses
   record    produce: `send` per record
+  transactional  produce: as prebuilt, with a transaction for each batch of `BATCH_ROWS`
   paced     produce: `--rate` records a second in small batches, until the process is ended
   batches   consume: `poll_batches`, rows and value bytes counted in Arrow
   records   consume: record by record, value bytes counted in Python
   latency   one record in flight: sent, acknowledged and received before the next; p99 in ms
+  transaction_latency  one record in a transaction: from begin_transaction to its receipt
 """
 
 from __future__ import annotations
@@ -84,6 +86,16 @@ def _send_records(producer: Any, topic: str, rows: Iterator[bytes], count: int) 
     return count
 
 
+def _send_transactions(producer: Any, topic: str, batches: Iterator[pa.RecordBatch]) -> int:
+    """Send each batch in a transaction of its own."""
+    sent = 0
+    for batch in batches:
+        with producer.transaction():
+            producer.send_batch(topic, batch)
+        sent += batch.num_rows
+    return sent
+
+
 def _stored(given: argparse.Namespace) -> int:
     """Return how many records the topic has: every record of a run must be there, and none
     twice.
@@ -109,17 +121,23 @@ def produce(given: argparse.Namespace) -> None:
             return _send_batches(
                 producer, given.topic, (_batch(lists[n % len(lists)]) for n in turns)
             )
+        if given.mode == "transactional":
+            return _send_transactions(producer, given.topic, (ready[n % len(ready)] for n in turns))
         if given.mode in ("prebuilt", "random"):
             return _send_batches(producer, given.topic, (ready[n % len(ready)] for n in turns))
         return _send_records(
             producer, given.topic, cycle(row for rows in lists for row in rows), count
         )
 
-    options = {"batch_size": given.batch_bytes} if given.batch_bytes else {}
+    options: dict[str, Any] = {"batch_size": given.batch_bytes} if given.batch_bytes else {}
+    if given.mode == "transactional":
+        options["transactional_id"] = given.topic
     before = _stored(given)
     with Producer(
         given.bootstrap, acks="all", compression=given.compression, **options
     ) as producer:
+        if given.mode == "transactional":
+            producer.init_transactions()
         warmed = load(producer, given.warm_up)
         gc.collect()
         _say("open")
@@ -127,8 +145,21 @@ def produce(given: argparse.Namespace) -> None:
         sent = load(producer, given.records - given.warm_up)
         elapsed = time.perf_counter() - start
         _say("close", value=sent / elapsed, records=sent)
-    if _stored(given) - before != warmed + sent:
-        raise RuntimeError(f"{_stored(given) - before} are stored, {warmed + sent} were sent")
+    # A transaction has one more offset in each partition that it wrote to, for its marker.
+    markers = (
+        (warmed + sent) // BATCH_ROWS * given.partitions if "transactional_id" in options else 0
+    )
+    stored = _settled(given, before + warmed + sent) - before
+    if not warmed + sent <= stored <= warmed + sent + markers:
+        raise RuntimeError(f"{stored} are stored, {warmed + sent} were sent")
+
+
+def _settled(given: argparse.Namespace, least: int) -> int:
+    """Return how many records the topic has, once the last markers are written."""
+    deadline = time.monotonic() + 10
+    while (stored := _stored(given)) < least and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return stored
 
 
 def paced(given: argparse.Namespace) -> None:
@@ -209,6 +240,38 @@ def latency(given: argparse.Namespace) -> None:
     consumer.close()
 
 
+def transaction_latency(given: argparse.Namespace) -> None:
+    from pk import Consumer, Producer, TopicPartition
+
+    value = b"x" * vocabulary.VALUE_BYTES
+    consumer = Consumer(given.bootstrap, isolation_level="read_committed")
+    consumer.assign([TopicPartition(given.topic, 0)])
+    consumer.seek(TopicPartition(given.topic, 0), 0)
+    taken: list[float] = []
+    with Producer(
+        given.bootstrap, acks="all", linger_ms=0, transactional_id=given.topic
+    ) as producer:
+        producer.init_transactions()
+        for number in range(given.records):
+            if number == given.warm_up:
+                gc.collect()
+                taken.clear()
+                _say("open")
+            start = time.perf_counter()
+            producer.begin_transaction()
+            producer.send(given.topic, value, partition=0)
+            producer.commit_transaction()
+            while not (records := consumer.poll(timeout_s=60)):
+                pass  # woken by the marker
+            taken.append((time.perf_counter() - start) * 1000)
+            if len(records) != 1:
+                raise RuntimeError(f"record {number}: {records!r}")
+    taken.sort()
+    at = {name: taken[int(len(taken) * share)] for name, share in _SHARES.items()}
+    _say("close", records=len(taken), **at)
+    consumer.close()
+
+
 def _data_bytes(column: pa.Array) -> int:
     """Return the bytes of a binary column's values, from its first and last offsets."""
     offsets = memoryview(column.buffers()[1]).cast("B").cast("i")
@@ -239,10 +302,12 @@ _MODES = {
     "prebuilt": produce,
     "random": produce,
     "record": produce,
+    "transactional": produce,
     "paced": paced,
     "batches": consume,
     "records": consume,
     "latency": latency,
+    "transaction_latency": transaction_latency,
 }
 
 

@@ -178,6 +178,9 @@ class PkSide:
     def latency(self, topic: str, records: int) -> Sample:
         return self._client("latency", topic, records, warm_up=1_000)
 
+    def transaction_latency(self, topic: str, records: int, mode: str) -> Sample:
+        return self._client("transaction_latency", topic, records, warm_up=records // 6)
+
     def background(self, topic: str, values: Path, records_s: int) -> list[str]:
         command = [sys.executable, "-m", "bench.pk_client", "paced", "--bootstrap", self.address]
         return [*command, "--topic", topic, "--values", str(values), "--rate", str(records_s)]

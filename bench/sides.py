@@ -92,6 +92,12 @@ class Side(Party, Protocol):
         """
         ...
 
+    def transaction_latency(self, topic: str, records: int, mode: str) -> Sample:
+        """Return p99 in ms from the begin of a transaction of one record to the record's receipt
+        with read_committed, one at a time.
+        """
+        ...
+
     def background(self, topic: str, values: Path, records_s: int) -> list[str]:
         """Return the command of a client that produces at a rate until it is ended; it prints
         windows (`N records sent, R records/sec`).

@@ -1,5 +1,6 @@
-"""confluent-kafka under measurement: `python -m bench.kafka.confluent_client record|records`.
-records.
+"""confluent-kafka under measurement: `python -m bench.kafka.confluent_client MODE`.
+
+The modes are `record`, `records` and `transaction_latency`, as in bench/pk_client.
 
 Tuned: the producer with batches of 1 MiB and linger 5 ms; the consumer with
 `queued.min.messages=10000000` and `fetch.queue.backoff.ms=1`, read with `consume(10000)`, which is
@@ -104,9 +105,47 @@ def consume(given: argparse.Namespace) -> None:
     _say("close", value=(rows - opened) / elapsed, records=rows - opened)
 
 
+def transaction_latency(given: argparse.Namespace) -> None:
+    value = b"x" * vocabulary.VALUE_BYTES
+    settings = {**PRODUCER, "bootstrap.servers": given.bootstrap, "linger.ms": 0}
+    producer = Producer({**settings, "transactional.id": given.topic})
+    producer.init_transactions()
+    consumer = Consumer(
+        {
+            **CONSUMER,
+            "bootstrap.servers": given.bootstrap,
+            "isolation.level": "read_committed",
+            "fetch.wait.max.ms": 5_000,
+        }
+    )
+    consumer.assign([TopicPartition(given.topic, 0, 0)])
+    taken: list[float] = []
+    for number in range(given.records):
+        if number == given.warm_up:
+            gc.collect()
+            taken.clear()
+            _say("open")
+        start = time.perf_counter()
+        producer.begin_transaction()
+        producer.produce(given.topic, value, partition=0)
+        producer.commit_transaction()
+        message = consumer.poll(60)
+        taken.append((time.perf_counter() - start) * 1000)
+        if message is None or message.error() is not None:
+            raise RuntimeError(f"record {number}: {message and message.error()}")
+    taken.sort()
+    shares = {"p50_ms": 0.5, "value": 0.99, "p999_ms": 0.999}
+    at = {name: taken[int(len(taken) * share)] for name, share in shares.items()}
+    _say("close", records=len(taken), **at)
+    consumer.close()
+
+
+_MODES = {"record": produce, "records": consume, "transaction_latency": transaction_latency}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("mode", choices=("record", "records"))
+    parser.add_argument("mode", choices=_MODES)
     parser.add_argument("--bootstrap", required=True)
     parser.add_argument("--topic", required=True)
     parser.add_argument("--records", type=int, required=True, help="warm-up included")
@@ -115,10 +154,7 @@ def main() -> int:
     parser.add_argument("--partitions", type=int, default=4)
     parser.add_argument("--values", type=Path)
     given = parser.parse_args()
-    if given.mode == "records":
-        consume(given)
-    else:
-        produce(given)
+    _MODES[given.mode](given)
     return 0
 
 

@@ -28,6 +28,8 @@ WARM_UP = 1_000_000
 _CALL_S = 10.0
 _CREATE_S = 60.0  #: a thousand partitions on a busy machine
 _ENDLESS = 10**9
+#: ProducerPerformance ends a transaction by time: about 10,000 records at its rate with them.
+TRANSACTION_MS = 20
 _PRODUCER_PROGRAM = "org.apache.kafka.tools.ProducerPerformance"
 _LATENCY_PROGRAM = "org.apache.kafka.tools.EndToEndLatency"
 _CONSUMER_PROGRAM = "org.apache.kafka.tools.ConsumerPerformance"
@@ -160,7 +162,9 @@ class KafkaSide:
             consumer.close()
         raise SideFailed(f"records returned from {sorted(epochs)} only")
 
-    def _confluent(self, mode: str, topic: str, records: int, *more: str) -> runs.Sample:
+    def _confluent(
+        self, mode: str, topic: str, records: int, *more: str, warm_up: int = WARM_UP
+    ) -> runs.Sample:
         command = [sys.executable, "-m", "bench.kafka.confluent_client", mode]
         command += [
             "--bootstrap",
@@ -171,7 +175,7 @@ class KafkaSide:
             str(records),
             *more,
         ]
-        return runs.watch([*command, "--warm-up", str(WARM_UP)], runs.read_line, self.pids())
+        return runs.watch([*command, "--warm-up", str(warm_up)], runs.read_line, self.pids())
 
     def produce(
         self,
@@ -193,6 +197,9 @@ class KafkaSide:
         if batch_bytes is not None:
             settings["batch.size"] = str(batch_bytes)
         command = self._producer(topic, values, records, -1, settings)
+        if mode == "transactional":
+            command += ["--transactional-id", topic]
+            command += ["--transaction-duration-ms", str(TRANSACTION_MS)]
         warm_up = 0 if mode == "fill" else WARM_UP
         return runs.watch(command, ProducerReader(records, warm_up), self.pids())
 
@@ -205,6 +212,9 @@ class KafkaSide:
         arguments += ["--producer-props", f"bootstrap.servers={self.address}"]
         arguments += [f"{key}={value}" for key, value in settings.items()]
         return self.broker.command("client.options", _PRODUCER_PROGRAM, *arguments)
+
+    def transaction_latency(self, topic: str, records: int, mode: str) -> runs.Sample:
+        return self._confluent("transaction_latency", topic, records, warm_up=records // 6)
 
     def background(self, topic: str, values: Path, records_s: int) -> list[str]:
         return self._producer(topic, values, _ENDLESS, records_s, {})

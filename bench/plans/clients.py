@@ -37,6 +37,13 @@ class Produce(Base):
             side.delete_topic(topic)
 
 
+class ProduceOwn(Produce):
+    """pk in another mode is the peer, on the same server."""
+
+    def side(self, role: str) -> Any:
+        return self.bench.pk
+
+
 class Filled(Base):
     """bench M5: one topic on each side, filled before with the same records."""
 
@@ -92,6 +99,19 @@ class Latency(Base):
         finally:
             side.delete_topic(topic)
             side.delete_topic(load)
+
+
+class TransactionLatency(Base):
+    """One transaction of one record at a time."""
+
+    def round(self, role: str, mode: str) -> Sample:
+        side = self.side(role)
+        topic = self.bench.fresh("transaction-latency")
+        side.create_topic(topic)
+        try:
+            return side.transaction_latency(topic, self.counts[role], mode)
+        finally:
+            side.delete_topic(topic)
 
 
 @contextmanager

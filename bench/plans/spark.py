@@ -96,15 +96,16 @@ class Sink(_Sessions):
         side = self.side(role)
         topic = self.bench.fresh("sink")
         side.create_topic(topic)
-        if role == "pk":
+        if mode != "kafka":
             options = {"pk.bootstrap.servers": side.address, "pk.acks": "all"}
             options |= {"pk.compression": self.variant.codec, "topic": topic}
+            options["pk.delivery"] = mode
         else:
             tuned = properties("producer.properties")
             options = {f"kafka.{key}": value for key, value in tuned.items()}
             options |= {"kafka.bootstrap.servers": side.address, "topic": topic}
             options["kafka.compression.type"] = self.variant.codec
-        name = "pk" if role == "pk" else "kafka"
+        name = "kafka" if mode == "kafka" else "pk"
         try:
             return self.timed(
                 role, mode, do="write", format=name, options=options,
@@ -112,6 +113,15 @@ class Sink(_Sessions):
             )  # fmt: skip
         finally:
             side.delete_topic(topic)
+
+
+class SinkOwn(Sink):
+    """pk's sink in another mode is the peer, on the same server."""
+
+    peer_kind = "pk at least once"
+
+    def side(self, role: str) -> Side:
+        return self.bench.pk
 
 
 class ColdRead(HotRead):

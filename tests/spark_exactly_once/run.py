@@ -1,0 +1,308 @@
+"""Exactly once through Spark: a verdict over a streaming query whose driver and tasks are killed.
+
+    python tests/spark_exactly_once/run.py [--short] [--seed N] [--store file|s3] [--json FILE]
+
+One node with a tier.  A query (driver.py) copies a topic in micro-batches of 300 records.  Its
+whole process group, or one Python worker, dies with SIGKILL at every step of a batch, several times
+each, and between runs the checkpoint is set one batch back.  Then the query runs to its end.  These
+must hold, for each record of the source:
+
+  - A read_committed consumer gets it once.
+  - `format("pk")` reads it once, hot and cold together.
+  - The table of the target has it once, and no record of an aborted attempt.
+  - The table and the consumer agree on offset and value.
+
+Exit 1 = one of these is broken.  `--store s3` has the tier in an S3 server of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "fixtures"))
+
+from versitygw import S3Server, find_binary, free_port
+
+from pk import AdminClient, Consumer, Producer, TopicPartition
+from pk.cli.embedded import EmbeddedServer
+from pk.clock import block_s, monotonic_s
+
+SOURCE, TARGET = "in", "out"
+PARTITIONS = 3
+STEPS = ("task-begin", "task-middle", "task-end", "commit-begin", "commit-end")
+DRIVER = Path(__file__).parent / "driver.py"
+RUN_S = 900.0
+
+
+@dataclass
+class Verdict:
+    """What the campaign found."""
+
+    seed: int
+    store: str
+    records: int = 0
+    batches: int = 0
+    driver_deaths: int = 0
+    worker_deaths: int = 0
+    set_back: int = 0
+    table_rows: int = 0
+    aborted_rows: int = 0
+    broken: list[str] = field(default_factory=list)
+
+    def check(self, holds: bool, words: str) -> None:
+        """Note a broken promise."""
+        if not holds:
+            self.broken.append(words)
+
+
+def values(first: int, last: int) -> list[bytes]:
+    return [f"record {number}".encode() for number in range(first, last)]
+
+
+def fill(address: str, count: int) -> None:
+    """Produce the source, in turn to each partition."""
+    with Producer(address) as producer:
+        for number, value in enumerate(values(0, count)):
+            producer.send(SOURCE, value, partition=number % PARTITIONS)
+        producer.flush(120)
+
+
+class Query:
+    """The runs of the query."""
+
+    def __init__(self, address: str, folder: Path) -> None:
+        self.address, self.folder = address, folder
+        self.checkpoint = folder / "checkpoint"
+        self.runs = 0
+
+    def run(self, death: dict[str, Any] | None = None) -> bool:
+        """Run the query; returns whether the death that was planned took place."""
+        self.runs += 1
+        plan, done = self.folder / "death.json", self.folder / "death.done"
+        for old in (plan, done, self.folder / "passed"):
+            old.unlink(missing_ok=True)
+        log = (self.folder / f"driver-{self.runs}.log").open("wb")
+        # The group has to be known before the plan can name it, so a shell waits for one line.
+        process = subprocess.Popen(
+            ["sh", "-c", 'read -r _; exec "$@"', "sh", sys.executable, str(DRIVER), self.address,
+             str(self.checkpoint), str(self.folder)],
+            stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        if death is not None:
+            plan.write_text(json.dumps({**death, "group": process.pid}))
+        try:
+            process.communicate(b"\n", timeout=RUN_S)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            log.close()
+        if process.returncode not in (0, -signal.SIGKILL):
+            raise RuntimeError(f"run {self.runs} ended with {process.returncode}: {self.tail()}")
+        return done.exists()
+
+    def tail(self) -> str:
+        text = (self.folder / f"driver-{self.runs}.log").read_text(errors="replace")
+        return "\n".join(text.splitlines()[-40:])
+
+    def _newest(self, kind: str) -> int:
+        folder = self.checkpoint / kind
+        names = [each.name for each in folder.iterdir()] if folder.exists() else []
+        return max((int(name) for name in names if name.isdigit()), default=-1)
+
+    @property
+    def batches(self) -> int:
+        return self._newest("commits") + 1
+
+    def set_back(self) -> bool:
+        """Set the checkpoint one batch back, if Spark has finished the newest batch."""
+        newest = self._newest("commits")
+        if newest < 1 or newest != self._newest("offsets"):
+            return False
+        for name in (str(newest), f".{newest}.crc"):
+            (self.checkpoint / "commits" / name).unlink(missing_ok=True)
+        return True
+
+
+def consumed(address: str, *, committed: bool) -> list[tuple[int, int, bytes]]:
+    """Return (partition, offset, value) of the target."""
+    level = "read_committed" if committed else "read_uncommitted"
+    found: list[tuple[int, int, bytes]] = []
+    places = [TopicPartition(TARGET, number) for number in range(PARTITIONS)]
+    with Consumer(address, isolation_level=level, auto_offset_reset="earliest") as consumer:
+        consumer.assign(places)
+        ends = consumer.end_offsets(places)
+        deadline = monotonic_s() + 120
+        while any(consumer.position(place) < end for place, end in ends.items()):
+            if monotonic_s() > deadline:
+                raise RuntimeError(f"the consumer stands still before {ends}")
+            for place, rows in consumer.poll_batches(0.5):
+                offsets, cells = rows.column("offset").to_pylist(), rows.column("value").to_pylist()
+                found += [(place.partition, *each) for each in zip(offsets, cells, strict=True)]
+    return sorted(found)
+
+
+def read_by_spark(address: str) -> list[tuple[int, int, bytes]]:
+    """Return (partition, offset, value) of the target, as `format("pk")` reads them."""
+    from pk.sparkconnector import session
+
+    spark = session(app_name="read back", master="local[2]")
+    try:
+        frame = spark.read.format("pk").options(subscribe=TARGET, startingOffsets="earliest")
+        rows = frame.option("pk.bootstrap.servers", address).load()
+        found = rows.select("partition", "offset", "value").collect()
+        return sorted((row[0], row[1], bytes(row[2])) for row in found)
+    finally:
+        spark.stop()
+
+
+def table_of(
+    address: str, options: dict[str, str] | None, ends: dict[int, int]
+) -> list[tuple[int, int, bytes]]:
+    """Return (partition, offset, value) of the target's table once it reaches `ends`."""
+    from deltalake import DeltaTable
+
+    deadline = monotonic_s() + 180
+    with AdminClient(address) as admin:
+        while not (uri := admin.describe_tier(TARGET).uri):
+            if monotonic_s() > deadline:
+                raise RuntimeError("the target has no table")
+            block_s(0.5)
+    while True:
+        table = DeltaTable(uri, storage_options=options)
+        rows = table.to_pyarrow_table(columns=["partition", "offset", "value"])
+        got = sorted(zip(*(rows.column(n).to_pylist() for n in rows.column_names), strict=True))
+        reached = dict.fromkeys(ends, -1)
+        for partition, offset, _ in got:
+            reached[partition] = max(reached[partition], offset)
+        if all(reached[number] >= end for number, end in ends.items()):
+            return got
+        if monotonic_s() > deadline:
+            raise RuntimeError(f"the table reaches {reached}, the last records are {ends}")
+        block_s(1)
+
+
+def campaign(query: Query, rng: random.Random, verdict: Verdict, rounds: int) -> None:
+    """Kill the query at each step, `rounds` times each, and let it finish."""
+    deaths = [(step, whole) for step in STEPS for whole in (True, step.startswith("task"))]
+    planned = [each for _ in range(rounds) for each in dict.fromkeys(deaths)]
+    rng.shuffle(planned)
+    for step, whole in planned:
+        before = query.batches
+        died = query.run({"step": step, "whole": whole or not step.startswith("task"),
+                          "count": rng.randint(1, 12)})  # fmt: skip
+        if died and (whole or not step.startswith("task")):
+            verdict.driver_deaths += 1
+        elif died:
+            verdict.worker_deaths += 1
+        print(f"{step:13} {'run' if whole else 'worker':6} died={died} "
+              f"batches {before} to {query.batches}", flush=True)  # fmt: skip
+        if rng.random() < 0.3 and query.set_back():
+            verdict.set_back += 1
+    query.run()
+    for _ in range(2):
+        verdict.set_back += query.set_back()
+        query.run()
+
+
+def judge(query: Query, verdict: Verdict, options: dict[str, str] | None) -> None:
+    """Compare source, consumer, `format("pk")` and table."""
+    address = query.address
+    wanted = Counter(values(0, verdict.records))
+    got = consumed(address, committed=True)
+    counts = Counter(value for _, _, value in got)
+    lost, more = wanted - counts, counts - wanted
+    verdict.check(not lost, f"the consumer lacks {sum(lost.values())}: {sorted(lost)[:3]}")
+    verdict.check(not more, f"the consumer has {sum(more.values())} too many: {sorted(more)[:3]}")
+    verdict.aborted_rows = len(consumed(address, committed=False)) - len(got)
+    verdict.check(read_by_spark(address) == got, 'format("pk") and the consumer differ')
+    ends = {
+        number: max((o for p, o, _ in got if p == number), default=-1)
+        for number in range(PARTITIONS)
+    }
+    rows = table_of(address, options, ends)
+    verdict.table_rows = len(rows)
+    verdict.check(rows == got, f"the table has {len(rows)} rows, the consumer {len(got)}")
+    verdict.batches = query.batches
+
+
+@contextlib.contextmanager
+def store_of(name: str, work: Path) -> Iterator[tuple[dict[str, Any], dict[str, str] | None]]:
+    """Yield the server's settings of the tier, and the options with which deltalake opens it."""
+    if name == "file":
+        (work / "tier").mkdir()
+        yield {"tier_url": (work / "tier").as_uri()}, None
+        return
+    binary = find_binary()
+    if binary is None:
+        raise SystemExit("--store s3 needs versitygw: install Go, or set PK_VERSITYGW")
+    server = S3Server(binary, work, free_port())
+    server.start()
+    try:
+        yield (
+            server.server_settings("tier"),
+            {
+                "AWS_ACCESS_KEY_ID": server.access_key,
+                "AWS_SECRET_ACCESS_KEY": server.secret_key,
+                "AWS_ENDPOINT_URL": server.endpoint,
+                "AWS_REGION": "us-east-1",
+                "AWS_ALLOW_HTTP": "true",
+            },
+        )
+    finally:
+        server.stop()
+
+
+def run(seed: int, store: str, work: Path, *, short: bool = False) -> Verdict:
+    """Run the campaign in `work`; returns its verdict."""
+    verdict = Verdict(seed, store, records=3_600 if short else 36_000)
+    settings = {"tier_max_lag_ms": 2_000, "participant_lease_ms": 20_000}
+    with (
+        store_of(store, work) as (tier, options),
+        EmbeddedServer(work / "pk", settings={**settings, **tier}) as server,
+    ):
+        with AdminClient(server.address) as admin:
+            admin.create_topic(SOURCE, PARTITIONS, {"retention_ms": -1, "tier_enable": False})
+            admin.create_topic(TARGET, PARTITIONS, {"retention_ms": -1, "segment_ms": 5_000})
+        fill(server.address, verdict.records)
+        query = Query(server.address, work)
+        rounds = 1 if short else 3
+        campaign(query, random.Random(seed), verdict, rounds)
+        judge(query, verdict, options)
+    return verdict
+
+
+def main() -> int:
+    """Run the campaign of the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--short", action="store_true", help="3,600 records, each death once")
+    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--store", choices=("file", "s3"), default="file")
+    parser.add_argument("--json", type=Path, help="write the verdict to this file")
+    given = parser.parse_args()
+    seed = random.randrange(1 << 31) if given.seed is None else given.seed
+    print(f"SEED {seed}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="pk-spark-exactly-once-") as folder:
+        verdict = run(seed, given.store, Path(folder), short=given.short)
+    for name, value in asdict(verdict).items():
+        print(f"{name:15} {value}")
+    if given.json:
+        given.json.write_text(json.dumps(asdict(verdict), indent=1) + "\n")
+    return 1 if verdict.broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
