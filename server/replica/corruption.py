@@ -11,6 +11,8 @@ Invariants
       range before an operator has repaired it.
   N2  The survey that follows an error either finds a range that was not known, or the partition
       goes offline as it does for damage without a range.  So surveys do not repeat without end.
+      Reads that began before a survey ended may still fail in a range that it found.  For
+      LATE_READS_MS after the survey, such an error begins no other one, and the reader asks again.
   N3  Once another replica is in the ISR or ELR, the damaged replica goes offline and is rebuilt.
       The other replica had the range before it was damaged, or begins above it, because no replica
       copies a damaged batch.
@@ -38,6 +40,10 @@ if TYPE_CHECKING:
     from pk.server.metadata.image import PartitionState
 
 
+#: No read that began before a survey ended takes longer.
+LATE_READS_MS = 30_000
+
+
 class CorruptionManager:
     """Finds, reports and serves around the damaged ranges of one broker's partitions."""
 
@@ -46,6 +52,7 @@ class CorruptionManager:
         self._metadata = metadata
         self._tasks = tasks  #: end with the broker
         self._looking: dict[PartitionKey, None] = {}
+        self._surveyed_ms: dict[PartitionKey, int] = {}  #: when the last survey ended
 
     def is_only_copy(self, state: PartitionState | None) -> bool:
         """Whether no other replica is known to have the committed records of the partition."""
@@ -65,10 +72,19 @@ class CorruptionManager:
         leads = partition.state is ReplicaState.LEADING
         if not leads or not self.is_only_copy(self._metadata.image.partition(key)):
             return False
+        if self._is_late(partition, error):
+            return True
         if key not in self._looking:
             self._looking[key] = None
             self._tasks.spawn(self._look(partition, error))
         return True
+
+    def _is_late(self, partition: Partition, error: errors.CorruptLog) -> bool:
+        """Whether `error` met a range that a survey found while the read was under way (N2)."""
+        surveyed_ms = self._surveyed_ms.get(partition.key)
+        if surveyed_ms is None or self._env.now_ms - surveyed_ms > LATE_READS_MS:
+            return False
+        return unreadable(partition, int(error.details.get("offset", NONE)))
 
     async def _look(self, partition: Partition, error: errors.CorruptLog) -> None:
         offset = int(error.details.get("offset", partition.log.local_log_start))
@@ -85,6 +101,7 @@ class CorruptionManager:
         if not found:
             partition.damaged(error)  # N2
             return
+        self._surveyed_ms[partition.key] = self._env.now_ms
         self.report(partition, found)
         partition.bounds_moved(urgent=True)
 
@@ -167,10 +184,13 @@ class CorruptionManager:
     def client_error(self, partition: Partition, error: errors.PkError) -> errors.PkError:
         """Return the error that answers a read that failed with `error`.
 
-        While a survey looks for the damaged range, this error is the retriable
-        `OffsetNotAvailable`.
+        While a survey looks for the damaged range, and for reads that it overtook, this error is
+        the retriable `OffsetNotAvailable`.
         """
-        if isinstance(error, errors.CorruptLog) and partition.key in self._looking:
+        if isinstance(error, errors.CorruptLog) and (
+            partition.key in self._looking
+            or (partition.state is ReplicaState.LEADING and self._is_late(partition, error))
+        ):
             return errors.OffsetNotAvailable(
                 f"{partition}: the broker looks for the range that is damaged: {error.message}"
             )

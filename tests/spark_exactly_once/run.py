@@ -195,25 +195,30 @@ def table_of(
         block_s(1)
 
 
-def campaign(query: Query, rng: random.Random, verdict: Verdict, rounds: int) -> None:
-    """Kill the query at each step, `rounds` times each, and let it finish."""
-    deaths = [(step, whole) for step in STEPS for whole in (True, step.startswith("task"))]
-    planned = [each for _ in range(rounds) for each in dict.fromkeys(deaths)]
+def deaths(rng: random.Random, *, short: bool) -> list[tuple[str, bool]]:
+    """Return the steps at which a run dies, and whether all of it does; only tasks die alone."""
+    each = [(step, True) for step in STEPS]
+    alone = [(step, False) for step in STEPS if step.startswith("task")]
+    planned = [*each[2:], alone[1]] if short else (each + alone) * 3
     rng.shuffle(planned)
-    for step, whole in planned:
+    return planned
+
+
+def campaign(query: Query, rng: random.Random, verdict: Verdict, *, short: bool) -> None:
+    """Kill the query at each step and let it finish."""
+    for step, whole in deaths(rng, short=short):
         before = query.batches
-        died = query.run({"step": step, "whole": whole or not step.startswith("task"),
-                          "count": rng.randint(1, 12)})  # fmt: skip
-        if died and (whole or not step.startswith("task")):
-            verdict.driver_deaths += 1
-        elif died:
-            verdict.worker_deaths += 1
-        print(f"{step:13} {'run' if whole else 'worker':6} died={died} "
-              f"batches {before} to {query.batches}", flush=True)  # fmt: skip
+        died = query.run(
+            {"step": step, "whole": whole, "count": rng.randint(1, 4 if short else 12)}
+        )
+        verdict.driver_deaths += died and whole
+        verdict.worker_deaths += died and not whole
+        kind = "run" if whole else "worker"
+        print(f"{step:13} {kind:6} died={died} batches {before} to {query.batches}", flush=True)
         if rng.random() < 0.3 and query.set_back():
             verdict.set_back += 1
     query.run()
-    for _ in range(2):
+    for _ in range(1 if short else 2):
         verdict.set_back += query.set_back()
         query.run()
 
@@ -268,7 +273,7 @@ def store_of(name: str, work: Path) -> Iterator[tuple[dict[str, Any], dict[str, 
 
 def run(seed: int, store: str, work: Path, *, short: bool = False) -> Verdict:
     """Run the campaign in `work`; returns its verdict."""
-    verdict = Verdict(seed, store, records=3_600 if short else 36_000)
+    verdict = Verdict(seed, store, records=4_500 if short else 36_000)
     settings = {"tier_max_lag_ms": 2_000, "participant_lease_ms": 20_000}
     with (
         store_of(store, work) as (tier, options),
@@ -279,8 +284,7 @@ def run(seed: int, store: str, work: Path, *, short: bool = False) -> Verdict:
             admin.create_topic(TARGET, PARTITIONS, {"retention_ms": -1, "segment_ms": 5_000})
         fill(server.address, verdict.records)
         query = Query(server.address, work)
-        rounds = 1 if short else 3
-        campaign(query, random.Random(seed), verdict, rounds)
+        campaign(query, random.Random(seed), verdict, short=short)
         judge(query, verdict, options)
     return verdict
 
@@ -288,7 +292,7 @@ def run(seed: int, store: str, work: Path, *, short: bool = False) -> Verdict:
 def main() -> int:
     """Run the campaign of the command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--short", action="store_true", help="3,600 records, each death once")
+    parser.add_argument("--short", action="store_true", help="4,500 records, four deaths")
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--store", choices=("file", "s3"), default="file")
     parser.add_argument("--json", type=Path, help="write the verdict to this file")

@@ -9,6 +9,7 @@ import pytest
 
 from pk import errors
 from pk.log.damage import missing_in_front
+from pk.server.replica.corruption import LATE_READS_MS
 from pk.server.replica.tier_state import tier_has_what_left
 from pk.wire import pk_pb2 as wire
 from pk.world import StreamKind
@@ -298,6 +299,32 @@ def test_the_only_copy_is_served_around_its_damage(rig: Any, kit: Any, warnings:
     assert (event, facts["offset"], facts["next_offset"]) == ("damaged_range", 1, 2)
     problem = rig.core.corruption.problem_of(damaged)
     assert "pk log repair" in problem.message
+
+
+def test_a_read_that_a_survey_overtook_asks_again(rig: Any, kit: Any, warnings: Any) -> None:
+    """Its error names a range that is known by now, and no second survey finds anything (N2)."""
+    damaged = rig.partition(0)
+
+    async def story() -> None:
+        await fill(rig, kit, 0, 0, 0)
+        length = damaged.log.size_bytes // 3
+        flip(rig, length + 5_000)
+        with pytest.raises(errors.CorruptLog) as late:  # its answer comes after the survey
+            damaged.log.read(1, bound=3, max_bytes=1, verify_first=True)
+        await entry_at(rig, kit, 1, errors.DataLoss.code)
+        damaged.storage_failed(late.value)
+        told = rig.core.corruption.client_error(damaged, late.value)
+        assert isinstance(told, errors.OffsetNotAvailable)
+        await rig.mine.clock.sleep_ms(100)
+        await entry_at(rig, kit, 1, errors.DataLoss.code)
+        assert damaged.online
+        await rig.mine.clock.sleep_ms(LATE_READS_MS + 1)
+        damaged.storage_failed(late.value)  # no read takes so long: the survey missed something
+        await rig.mine.clock.sleep_ms(100)
+        assert not damaged.online
+
+    rig.run(story)
+    assert [event for event, _ in warnings] == ["damaged_range", "partition_offline"]
 
 
 def test_what_the_copier_meets_again_is_looked_at_once(rig: Any, kit: Any, warnings: Any) -> None:
