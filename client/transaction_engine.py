@@ -34,6 +34,7 @@ from pk.client.transaction_manager import (
     ManagerState,
     Replied,
     RetryDue,
+    SuccessLost,
     TransactionCall,
     TransactionEvent,
     TransactionManager,
@@ -95,6 +96,12 @@ class TransactionEngine:
         self._step(CallMade(call))
         try:
             await asyncio.wait([outcome], timeout=timeout_ms / 1000)
+        except asyncio.CancelledError:
+            # On a busy machine the outcome and the end of the time-out meet in one turn of the
+            # loop.  A failure leaves a state that says the same to the next call.
+            if outcome.done() and outcome.result() is None and len(waiting) == 1:
+                self._step(SuccessLost(call))
+            raise
         finally:
             if not outcome.done():
                 waiting.remove(outcome)

@@ -109,6 +109,13 @@ class CallGivenUp:
 
 
 @dataclass(slots=True)
+class SuccessLost:
+    """The thread that made this call gave up when the call succeeded, and does not know it."""
+
+    call: TransactionCall
+
+
+@dataclass(slots=True)
 class Replied:
     """The answer to the request that was sent last: a reply, or an error."""
 
@@ -138,7 +145,14 @@ class BatchesSettled:
 
 
 TransactionEvent = (
-    CallMade | CallGivenUp | Replied | RetryDue | BatchHanded | BatchFailed | BatchesSettled
+    CallMade
+    | CallGivenUp
+    | SuccessLost
+    | Replied
+    | RetryDue
+    | BatchHanded
+    | BatchFailed
+    | BatchesSettled
 )
 
 # -- the calls -------------------------------------------------------------------------------------
@@ -166,6 +180,12 @@ REFUSALS: Mapping[tuple[ManagerState, TransactionCall], str] = {
     **{(_S.ABORTING, call): _ABORT_AGAIN for call in (_INIT, _BEGIN, _SEND, _COMMIT)},
     **{(_S.ABORTABLE_ERROR, call): _ABORT_FIRST for call in (_INIT, _BEGIN)},
 }
+
+
+#: The state after a call that succeeded.
+_AFTER: Mapping[TransactionCall, ManagerState] = {
+    _INIT: _S.READY, _BEGIN: _S.IN_TRANSACTION, _COMMIT: _S.READY, _ABORT: _S.READY,
+}  # fmt: skip
 
 
 def same_error(error: errors.PkError) -> errors.PkError:
@@ -225,7 +245,7 @@ class TransactionManager:
         self._steps: dict[type, Callable[[Any, int], None]] = {
             CallMade: self._on_call, CallGivenUp: self._on_given_up, Replied: self._on_replied,
             RetryDue: self._on_retry, BatchHanded: self._on_handed, BatchFailed: self._on_failed,
-            BatchesSettled: self._on_settled,
+            BatchesSettled: self._on_settled, SuccessLost: self._on_success_lost,
         }  # fmt: skip
 
     def step(self, event: TransactionEvent, now_ms: int) -> Sequence[Effect]:
@@ -303,6 +323,11 @@ class TransactionManager:
 
     def _on_given_up(self, event: CallGivenUp, now_ms: int) -> None:
         self._waiting.pop(event.call, None)
+
+    def _on_success_lost(self, event: SuccessLost, now_ms: int) -> None:
+        """Keep the outcome for the next such call, unless another thread has gone on meanwhile."""
+        if self._unclaimed is None and self.state is _AFTER[event.call]:
+            self._unclaimed = event.call, None
 
     def _end_call(self, call: TransactionCall, outcome: errors.PkError | None) -> None:
         """Return the outcome of a call, or keep it if no application waits for it."""
