@@ -28,6 +28,9 @@ KEYS = {place: key for key, place in enumerate(PLACES)}
 TRANSACTION_TIMEOUTS_MS = (4_000, 15_000)
 #: A call of a producer is repeated for at most so long; then the producer is closed.
 CALL_MAX_S = 60.0
+DELIVERY_TIMEOUTS_MS = (5_000, 30_000, 120_000)
+#: A record has an outcome after the longest of them.
+OUTCOME_MAX_S = 180.0
 #: How the transactions end, and how often.
 FATES = {"commit": 56, "abort": 31, "hasty commit": 5, "crash": 4, "zombie": 3, "time out": 1}
 
@@ -245,7 +248,7 @@ class SendClient(Client):
 
     def _settle(self, future: SendFuture) -> None:
         try:
-            cause = future.exception(CALL_MAX_S)
+            cause = future.exception(OUTCOME_MAX_S)
         except TimeoutError as late:
             self.recorder.promise(f"a record has no outcome: {late}")
             return
@@ -453,7 +456,7 @@ class TransactionClient(Client):
 
 def producer_options(rng: random.Random) -> dict[str, Any]:
     """Draw the options of a producer."""
-    delivery_ms = rng.choice([5_000, 30_000, 120_000])
+    delivery_ms = rng.choice(DELIVERY_TIMEOUTS_MS)
     return {
         "linger_ms": rng.choice([0, 5, 20]),
         "compression": rng.choice(["none", "lz4", "zstd"]),
