@@ -302,7 +302,9 @@ def test_the_only_copy_is_served_around_its_damage(rig: Any, kit: Any, warnings:
 
 
 def test_a_read_that_a_survey_overtook_asks_again(rig: Any, kit: Any, warnings: Any) -> None:
-    """Its error names a range that is known by now, and no second survey finds anything (N2)."""
+    """Its error names a range that is known by now, and no second survey finds anything
+    (replica/corruption N2).
+    """
     damaged = rig.partition(0)
 
     async def story() -> None:
