@@ -209,6 +209,8 @@ class Replicas:
         return count + sum(self.values[offset] != value for offset, value in self.rows())
 
     def rows(self) -> list[tuple[int, bytes]]:
+        # A tier process that was started a moment ago names the table once it has read it.
+        until(lambda: self.admin.describe_tier(TOPIC).uri != "", "no tier process names the table")
         table = DeltaTable(unquote(urlsplit(self.admin.describe_tier(TOPIC).uri).path))
         rows = table.to_pyarrow_table(columns=["offset", "value"])
         return list(zip(rows["offset"].to_pylist(), rows["value"].to_pylist(), strict=True))
