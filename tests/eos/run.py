@@ -12,6 +12,11 @@ consumer reads the output all the time.  At the end these must hold:
   - No transaction is left open: the last stable offset is the high watermark.
   - No process logged a bug.
 
+Then a producer is killed in a transaction, six times, and its coordinator and a leader of its
+partitions die with it: three times one node that is both, three times the brokers of two nodes.
+A read_committed consumer must go on within the transaction timeout and two seconds.  A short run
+has no such rounds.
+
 Exit 1 = one of these is broken.
 """
 
@@ -29,8 +34,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "fixtures"))
 
 from copier import BATCH, INPUT, OUTPUT, PROGRESS
+from left_open import BROKERS, NODE, TRANSACTION_TIMEOUT_MS, LeftOpen
 
 from pk import AdminClient, Consumer, Producer, TopicPartition, errors
 from pk.cli.embedded import EmbeddedCluster
@@ -41,6 +48,9 @@ PARTITIONS = 4
 RECORDS = 25_000  #: of each partition
 SHORT_RECORDS = 4_000
 BOUNCES = 3
+LEFT_OPEN_ROUNDS = 3  #: of each kind
+#: From the begin of a transaction that is left open until its readers go on.
+LEFT_OPEN_LIMIT_MS = TRANSACTION_TIMEOUT_MS + 2_000
 SETTINGS = {
     "default_replication_factor": 3,
     "min_insync_replicas": 2,
@@ -62,6 +72,7 @@ class Verdict:
     aborted: int = 0
     broker_kills: int = 0
     copier_kills: int = 0
+    left_open_ms: list[int | None] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
 
     def check(self, holds: bool, words: str) -> None:
@@ -244,6 +255,19 @@ class Run:
         return False
 
 
+def leave_open(cluster: EmbeddedCluster, verdict: Verdict) -> None:
+    """Judge how soon readers go on after producer, coordinator and leader died together."""
+    rounds = LeftOpen(cluster)
+    for dies in [NODE, BROKERS] * LEFT_OPEN_ROUNDS:
+        took_ms = rounds.round(dies)
+        verdict.left_open_ms.append(took_ms)
+        verdict.check(
+            took_ms is not None and took_ms <= LEFT_OPEN_LIMIT_MS,
+            f"{dies} died with a producer: readers went on after {took_ms} ms, "
+            f"{LEFT_OPEN_LIMIT_MS} are allowed",
+        )
+
+
 def _difference(what: str, expected: Sequence[bytes], found: Sequence[bytes]) -> str:
     """Return words for the first difference of two lists."""
     for at, (one, other) in enumerate(zip(expected, found, strict=False)):
@@ -280,6 +304,8 @@ def main() -> int:
         run.bounce()
         run.finish()
         run.judge(follower)
+        if not given.short:
+            leave_open(cluster, verdict)
         verdict.broken += [f"a node logged a bug: {line}" for line in bugs(cluster)[:5]]
     if given.json is not None:
         given.json.write_text(json.dumps(vars(verdict)))
@@ -288,6 +314,8 @@ def main() -> int:
         f"transactions, {verdict.aborted} aborted; {verdict.broker_kills} brokers and "
         f"{verdict.copier_kills} copiers killed: {'BROKEN' if verdict.broken else 'ok'}"
     )
+    if verdict.left_open_ms:
+        print(f"  ms until readers went on after a transaction left open: {verdict.left_open_ms}")
     for words in verdict.broken:
         print(f"  {words}")
     return 1 if verdict.broken else 0

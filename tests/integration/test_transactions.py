@@ -15,6 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from left_open import BROKERS, NODE, TRANSACTION_TIMEOUT_MS, LeftOpen
 from real_cluster import close, until, values
 
 from pk import AdminClient, Consumer, Producer, TopicPartition, errors
@@ -405,3 +406,21 @@ def test_a_killed_leader_and_coordinator_lose_no_decision(cluster: EmbeddedClust
     assert len(committed) > 40
     expected = [b"%d" % each for each in committed for _ in range(3)]
     assert sorted(values(addresses, "t")) == sorted(expected)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("dies", [NODE, BROKERS])
+def test_a_transaction_ends_although_its_producer_coordinator_and_leader_die(
+    tmp_path: Path, dies: str
+) -> None:
+    """The next coordinator aborts it, and readers go on.  `make eos` judges the time."""
+    settings = {"broker_session_timeout_ms": 3_000, "broker_heartbeat_interval_ms": 300}
+    with EmbeddedCluster(tmp_path, settings=settings) as three:
+        rounds = LeftOpen(three)
+        took_ms = rounds.round(dies)
+        print(f"{dies}: readers went on after {took_ms} ms, timeout {TRANSACTION_TIMEOUT_MS} ms")
+        assert took_ms is not None
+        with AdminClient(three.address) as admin:
+            (ended,) = admin.describe_transactions([rounds.left_open])
+        assert (ended.state, ended.reason) == ("CompleteAbort", "timed out")
