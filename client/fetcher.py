@@ -66,7 +66,7 @@ _JUST_ELECTED = (
     errors.NotLeaderOrFollower,
 )  # fmt: skip
 
-_LENGTH_EPOCH = struct.Struct("<ii")  # two fields of a batch header, from byte 8 on
+_LENGTH = struct.Struct("<i")  # a field of a batch header, at byte 8
 
 
 class _PartitionState:
@@ -88,7 +88,8 @@ class _PartitionState:
         self.node: int | None = None  #: the broker on whose stream the position is set
         self.position_id = 0  #: id of the position; frames with an older id are not handed out
         self.set_id = 0  #: id of the last setting on a stream; frames with another are refused
-        self.fetched_epoch = NONE  #: leader epoch of the last batch before the frontier (KIP-320)
+        #: leader epoch of the offset before the frontier (KIP-320); NONE = unknown
+        self.fetched_epoch = NONE
         self.paused = False
         self.halted = False  #: an error was reported; fetching waits for a seek
         self.retry_ms = 0
@@ -304,8 +305,8 @@ class Fetcher:
         state.backoff.reset()
         state.failing_ms = None
         position, state.next = state.next, max(state.next, event.next_offset)
-        if size:
-            state.fetched_epoch = last_epoch(event.payload)
+        if size or state.next > position:
+            state.fetched_epoch = last_epoch(event.payload, state.next)
         session.buffered += size
         fetched = CompletedFetch(
             state.place, state.position_id, event.node, event.payload, position, state.next,
@@ -574,14 +575,20 @@ class Fetcher:
         return found
 
 
-def last_epoch(payload: memoryview) -> int:
-    """Return the leader epoch of the last whole batch.  The batches' lengths are checked later,
-    when they are decoded.
+def last_epoch(payload: memoryview, next_offset: int) -> int:
+    """Return the leader epoch of the offset before `next_offset`; NONE = it is unknown.
+
+    `payload` has the batches below `next_offset`.  An answer from the tier may end with a range
+    without rows (rule L12), which may be of later epochs than the last batch.  The lengths of the
+    batches are checked later, when they are decoded.
     """
-    at, size, epoch = 0, len(payload), NONE
+    at, size, last = 0, len(payload), NONE
     while size - at >= batches.HEADER_BYTES:
-        length, found = _LENGTH_EPOCH.unpack_from(payload, at + 8)
+        (length,) = _LENGTH.unpack_from(payload, at + 8)
         if length < batches.HEADER_BYTES or length > size - at:
             break
-        at, epoch = at + length, found
-    return epoch
+        at, last = at + length, at
+    if last == NONE:
+        return NONE
+    header = batches.read_header(payload, last)
+    return header.leader_epoch if header.next_offset >= next_offset else NONE

@@ -111,7 +111,7 @@ class Scan:
         self._position = one.start
         self._owed = 0  # bytes consumed but not yet granted again; used on the loop only
         self._line: PooledStream | None = None
-        self._epoch = NONE  # leader epoch of the last batch that was fetched (KIP-320)
+        self._epoch = NONE  # leader epoch of the offset before the position (KIP-320)
         # the scan fails if it makes no progress until then (sparkconnector/connection K1)
         self._deadline_ms = 0
         self._sending = TaskRegistry()
@@ -270,8 +270,9 @@ class Scan:
                 owner = self._owner
                 self._deadline_ms = owner._process.clock.monotonic_ms() + owner.patience_ms
             position, self._position = self._position, entry.next_offset
+            if entry.next_offset > position:
+                self._epoch = last_epoch(payload, entry.next_offset)
             if len(payload):
-                self._epoch = last_epoch(payload)
                 aborted = tuple(
                     (a.producer_id, a.first_offset, a.last_offset) for a in entry.aborted
                 )

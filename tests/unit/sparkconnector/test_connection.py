@@ -9,6 +9,7 @@ from pk.log import batch as batches
 from pk.log import columns
 from pk.sparkconnector import connection, scan
 from pk.sparkconnector.offsets import Range
+from pk.types import NONE
 
 FAST = {"retry_backoff_ms": 1, "retry_backoff_max_ms": 5, "default_api_timeout_ms": 1000}
 
@@ -91,6 +92,20 @@ def test_a_broken_stream_is_taken_up_where_it_broke(broker):
     line = connection.cluster(broker.address, FAST)
     assert offsets_of(line.scan(one, read_committed=True), one) == list(range(210))
     assert broker.streams == 5
+
+
+def test_a_broken_stream_behind_a_range_without_rows_names_no_epoch(broker):
+    """Rules R4, L12: the record before the position may be of a later epoch than the last batch."""
+    (log,) = broker.create("t")
+    fill(log, [5])
+    log.end, broker.gaps = 9, {5: 9}
+    fill(log, [3, 3])
+    broker.frame_bytes, broker.break_after = 1, [2, 1]
+    one = a_range(15)
+    line = connection.cluster(broker.address, FAST)
+    found = offsets_of(line.scan(one, read_committed=True), one)
+    assert found == [*range(5), *range(9, 15)]
+    assert broker.last_epochs == [NONE, NONE, log.epoch]
 
 
 def test_credit_is_handed_back(broker):
