@@ -3,14 +3,17 @@
 Checked
   V19  All or nothing.  A read_committed reader from offset 0 gets each record of a committed
        transaction exactly once, and no record of an aborted one.  Of a transaction of unknown
-       outcome it gets all records or none (rule X1).
+       outcome it gets all records or none (rule X1).  A record above the last stable offset is in
+       the log and not visible yet (rule L11); V22 says where the offset may still be that low.
   V20  A decision never changes: what a coordinator has decided and committed, what the markers of
        all partitions say, and what the caller heard are the same (rules X1, X3).
   V21  Nothing of a fenced epoch follows its marker, and the coordinator epoch of a producer's
        markers never goes back.  What an instance sends after its successor was initialized never
        appears, and what it asks to commit from then on is not committed (rules X1, X6).
   V22  After all faults have ended, the last stable offset of each partition reaches the high
-       watermark within the transaction timeout and a bound (rules L11, X3; campaign.py).
+       watermark within the transaction timeout and a bound (rules L11, X3; campaign.py).  Only a
+       transaction whose coordinator may have lost its decision may hold it back for longer: its
+       leader waits for an operator, or for `transaction_max_timeout_ms`, before it asks again.
   V23  A read_committed reader gets rows only that the last reader gets, in the same order.  A
        read_uncommitted reader gets these rows, too.
 
@@ -22,18 +25,37 @@ of aborted records and of markers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from pk.sim.checkers import ReadRow, require
+from pk.sim.oracle import RecordId
 from pk.sim.transaction_history import Transaction, TransactionEnd, TransactionHistory
 from pk.types import NONE, Offset
 
 #: (topic, partition) → the rows that a reader got of it, in their order
 Rows = Mapping[tuple[str, int], Sequence[ReadRow]]
+#: (topic, partition) → where the last read_committed reader ended: the last stable offset
+StableEnds = Mapping[tuple[str, int], Offset]
 
 
-def check_transactions(history: TransactionHistory, committed: Rows) -> None:
-    """Check V19, V21 and V7 on the rows of the last read_committed reader."""
+def waiting_records(uncommitted: Rows, stable: StableEnds) -> frozenset[RecordId]:
+    """Return the records that stand above the last stable offset, where no read_committed reader
+    gets them yet.
+
+    `uncommitted`: the rows of the last read_uncommitted reader, which ended at the high watermark.
+    """
+    return frozenset(
+        row.id for place, rows in uncommitted.items() for row in rows if row.offset >= stable[place]
+    )
+
+
+def check_transactions(
+    history: TransactionHistory, committed: Rows, waiting: Container[RecordId] = ()
+) -> None:
+    """Check V19, V21 and V7 on the rows of the last read_committed reader.
+
+    `waiting`: the records above the last stable offsets (see `waiting_records`).
+    """
     found: dict[object, tuple[str, int]] = {}
     for place, rows in committed.items():
         for row in rows:
@@ -46,16 +68,22 @@ def check_transactions(history: TransactionHistory, committed: Rows) -> None:
                 require(torn, "V19", "{}: {} is there twice: {}", place, row, sent)
             found[row.id] = place
     for transaction in history.transactions:
-        _check_whole(history, transaction, found)
+        _check_whole(history, transaction, found, waiting)
     for place, rows in committed.items():
         if not history.may_be_cut(*place):
             _check_order(history, place, rows)
 
 
 def _check_whole(
-    history: TransactionHistory, transaction: Transaction, found: Mapping[object, object]
+    history: TransactionHistory,
+    transaction: Transaction,
+    found: Mapping[object, object],
+    waiting: Container[RecordId],
 ) -> None:
-    """Check that all records of one transaction are there or none, and no fenced one."""
+    """Check that all records of one transaction are there or none, and no fenced one.
+
+    A record that waits for the last stable offset is neither there nor missing.
+    """
     if history.may_be_torn(transaction):
         return
     here = [each for each in transaction.records if each.id in found]
@@ -69,7 +97,8 @@ def _check_whole(
         )
         words = "committed for a fenced producer (successor at {}): {}"
         require(not (late_commit and transaction.records), "V21", words, fenced_ms, transaction)
-    missing = [each for each in transaction.records if each.id not in found]
+    gone = [each for each in transaction.records if each.id not in found]
+    missing = [each for each in gone if each.id not in waiting]
     if transaction.end is TransactionEnd.COMMITTED:
         require(not missing, "V19", "committed, without {}: {}", missing, transaction)
     elif transaction.end is TransactionEnd.ABORTED:
@@ -113,9 +142,10 @@ class ReadersCheck:
         """Start again: the log was cut where records may be lost."""
         self.rows.pop(place, None)
 
-    def compare(self, history: TransactionHistory, last: Rows) -> None:
+    def compare(self, history: TransactionHistory, last: Rows, ends: StableEnds) -> None:
         """Check V23: compare with the rows of the last reader of the same isolation.
 
+        `ends`: where that reader ended; this one may have got further.
         Rows that a read_uncommitted reader saw may be missing there: a table has committed rows
         only.
         """
@@ -124,6 +154,8 @@ class ReadersCheck:
                 continue
             known = {row.offset: row for row in last.get(place, ())}
             for row in rows:
+                if row.offset >= ends[place]:
+                    break
                 now = known.get(row.offset)
                 same = now == row or (now is None and not self.committed)
                 words = "{} saw {} at {}, the last reader {}"
@@ -139,12 +171,22 @@ def check_superset(committed: Rows, uncommitted: Rows) -> None:
 
 
 def check_transaction_table(
-    where: str, start: Offset, end: Offset, table: Sequence[ReadRow], log: Sequence[ReadRow]
+    where: str,
+    start: Offset,
+    end: Offset,
+    table: Sequence[ReadRow],
+    log: Sequence[ReadRow],
+    stable: Offset,
 ) -> None:
-    """Check V9 for one partition of a topic of transactions."""
+    """Check V9 for one partition of a topic of transactions.
+
+    `log`: the rows of the last read_committed reader, which ended at `stable`.  The table may have
+    passed that offset since.
+    """
     offsets = [row.offset for row in table]
     require(len(offsets) == len(set(offsets)), "V9", "{}: an offset is in the table twice", where)
-    inside = sorted(row for row in table if row.offset >= start)
+    read = [row for row in table if not stable <= row.offset < end]
+    inside = sorted(row for row in read if row.offset >= start)
     expected = [row for row in log if start <= row.offset < end]
     extra = [row for row in inside if row not in set(expected)]
     missing = [row for row in expected if row not in set(inside)]

@@ -19,9 +19,11 @@ from pk.sim.samples import Observer
 from pk.sim.transaction_checkers import (
     ReadersCheck,
     Rows,
+    StableEnds,
     check_superset,
     check_transaction_table,
     check_transactions,
+    waiting_records,
 )
 from pk.sim.transaction_history import TransactionEnd, TransactionHistory
 from pk.sim.transaction_samples import TransactionSamples
@@ -129,6 +131,8 @@ class TransactionRun:
         self.chores: Any = None
         self.workload: TransactionWorkload | None = None
         self._readers: list[ReadersCheck] = []
+        #: where the last reader of each isolation ended; `True` = read_committed
+        self._read_ends: dict[bool, StableEnds] = {}
 
     def _enough(self) -> bool:
         brokers = self._observer.image.brokers.values()
@@ -184,6 +188,7 @@ class TransactionRun:
         for name in ("last committed", "last uncommitted"):
             check = ReadersCheck(name, committed=name == "last committed")
             ends = self.ends(committed=check.committed)
+            self._read_ends[check.committed] = dict(ends.items())
             await read_transactions(world, self.shared, check, ends)
             found.append(check.rows)
         return found[0], found[1]
@@ -191,10 +196,12 @@ class TransactionRun:
     def judge(self, committed: Rows, uncommitted: Rows, table_of: TableOf) -> int:
         """Check everything that is known at the end; return the number of rows in tables."""
         self.samples.look()
-        check_transactions(self.history, committed)
+        stable = self._read_ends[True]
+        check_transactions(self.history, committed, waiting_records(uncommitted, stable))
         check_superset(committed, uncommitted)
         for check in self._readers:
-            check.compare(self.history, committed if check.committed else uncommitted)
+            last = committed if check.committed else uncommitted
+            check.compare(self.history, last, self._read_ends[check.committed])
         self.samples.decisions.compare(self.history)
         tiered = 0
         for topic, partition in self.history.partitions():
@@ -205,8 +212,8 @@ class TransactionRun:
             tiered += len(rows)
             log = committed.get((topic.name, partition), ())
             if not self.history.may_be_cut(topic.name, partition):
-                place = f"{topic.name}-{partition}"
-                check_transaction_table(place, start, end, rows, log)
+                place = TopicPartition(topic.name, partition)
+                check_transaction_table(str(place), start, end, rows, log, stable[place])
         return tiered
 
     def figures(self) -> dict[str, int]:

@@ -161,11 +161,15 @@ class TransactionSamples:
     # -- the end -----------------------------------------------------------------------------------
 
     def unstable(self) -> str:
-        """Return a partition whose LSO is below the high watermark; '' = there is none (V22)."""
+        """Return a partition whose LSO is below the high watermark; '' = there is none (V22).
+
+        A partition does not count if the coordinators of all its open transactions may have lost
+        their decisions.
+        """
         for partition in self._led():
             stable, high = partition.last_stable_offset, partition.high_watermark
             if stable < high:
                 producers = partition.log.producers.open_transactions
-                if not any(self._forgotten(each) for each in producers):
+                if not producers or not all(self._forgotten(each) for each in producers):
                     return f"{partition}: LSO {stable}, HW {high}, open {producers}"
         return ""

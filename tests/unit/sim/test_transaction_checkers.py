@@ -15,6 +15,7 @@ from pk.sim.transaction_checkers import (
     check_superset,
     check_transaction_table,
     check_transactions,
+    waiting_records,
 )
 from pk.sim.transaction_history import (
     Transaction,
@@ -66,8 +67,8 @@ class Bench:
         self._offset += 1
         self.rows["t", partition].append(ReadRow(self._offset, name, digest))
 
-    def check(self) -> None:
-        check_transactions(self.history, self.rows)
+    def check(self, waiting: frozenset[RecordId] = frozenset()) -> None:
+        check_transactions(self.history, self.rows, waiting)
 
     def refused(self, rule: str) -> None:
         with pytest.raises(Violation, match=rf"^{rule}: "):
@@ -103,6 +104,24 @@ def test_all_records_of_a_transaction_are_there_or_none(
         bench.check()
     else:
         bench.refused("V19")
+
+
+@pytest.mark.parametrize("end", [COMMITTED, UNKNOWN])
+def test_a_record_above_the_last_stable_offset_is_not_missing(
+    bench: Bench, end: TransactionEnd
+) -> None:
+    """Rule L11: an open transaction of another producer holds it back in one of the partitions."""
+    transaction = bench.transaction(end)
+    names = [bench.send(transaction, partition=n) for n in (0, 1, 1)]
+    bench.appears(names[0])
+    stood = [ReadRow(8 + n, name, 5) for n, name in enumerate(names[1:])]
+    waiting = waiting_records({**bench.rows, ("t", 1): stood}, {PLACE: 8, ("t", 1): 8})
+    assert waiting == set(names[1:])
+    bench.check(waiting)
+    higher = waiting_records({**bench.rows, ("t", 1): stood}, {PLACE: 8, ("t", 1): 9})
+    assert higher == {names[2]}
+    with pytest.raises(Violation, match=r"^V19: "):
+        bench.check(higher)
 
 
 @pytest.mark.parametrize("key", [("id-t", 0), STATE], ids=["its partition", "its coordinator"])
@@ -261,17 +280,19 @@ def test_a_reader_never_goes_back() -> None:
 def test_rows_that_a_reader_saw_are_in_the_log(bench: Bench, committed: bool) -> None:
     check = ReadersCheck("r", committed=committed)
     check.took(PLACE, rows(1, 4))
-    check.compare(bench.history, {PLACE: rows(1, 3, 4)})
+    ends = {PLACE: 5}
+    check.compare(bench.history, {PLACE: rows(1, 3, 4)}, ends)
     other = [ReadRow(4, RecordId("q", 1), 5)]
     with pytest.raises(Violation, match=r"^V23: "):
-        check.compare(bench.history, {PLACE: [*rows(1), *other]})
+        check.compare(bench.history, {PLACE: [*rows(1), *other]}, ends)
     if committed:
         with pytest.raises(Violation, match=r"^V23: "):
-            check.compare(bench.history, {PLACE: rows(1)})
+            check.compare(bench.history, {PLACE: rows(1)}, ends)
     else:  # a table has no aborted rows
-        check.compare(bench.history, {PLACE: rows(1)})
+        check.compare(bench.history, {PLACE: rows(1)}, ends)
+    check.compare(bench.history, {PLACE: rows(1)}, {PLACE: 4})  # the reader got further
     bench.lost["id-t", 0] = 0
-    check.compare(bench.history, {PLACE: []})
+    check.compare(bench.history, {PLACE: []}, ends)
 
 
 def test_read_uncommitted_gets_all_committed_rows() -> None:
@@ -292,7 +313,15 @@ def test_a_table_has_exactly_the_committed_rows_of_its_range(
 ) -> None:
     log = rows(1, 3, 5, 8)
     if allowed:
-        check_transaction_table("t-0", 3, 7, table, log)
+        check_transaction_table("t-0", 3, 7, table, log, 9)
         return
     with pytest.raises(Violation, match=r"^V9: "):
-        check_transaction_table("t-0", 3, 7, table, log)
+        check_transaction_table("t-0", 3, 7, table, log, 9)
+
+
+def test_a_table_may_have_passed_the_last_reader() -> None:
+    """The last stable offset was held back when the reader ended, and has moved since."""
+    check_transaction_table("t-0", 3, 9, rows(3, 5, 8), rows(3), 4)
+    for table, stable in ((rows(3, 5, 8), 6), (rows(5, 8), 4), (rows(3, 5, 9), 4)):
+        with pytest.raises(Violation, match=r"^V9: "):
+            check_transaction_table("t-0", 3, 9, table, rows(3), stable)
