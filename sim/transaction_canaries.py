@@ -106,7 +106,7 @@ def _aborted_rows_copied(stack: ExitStack) -> None:
 def _any_end_repeated(stack: ExitStack) -> None:
     """Answer a repeated EndTxn as done, whatever the decision was."""
 
-    def done(known: Any, *_: Any) -> Any:
+    def done(_ids: Any, known: Any, *_: Any) -> Any:
         return decision(endings._end_reply(known.after_end))
 
     ends: Any = endings._END

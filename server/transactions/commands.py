@@ -19,17 +19,13 @@ from typing import NamedTuple
 
 from pk import limits
 from pk.server.metadata.image import MetadataImage
+from pk.transactional_ids import epoch_of_producer, is_transactional
 from pk.types import NONE, Epoch, Offset, PartitionKey, ProducerId
 from pk.wire import pk_pb2 as wire
 
 #: Names of the events that a decision publishes; their values are the classes below.
 BEGAN, PREPARED, ENDED = "transaction_began", "transaction_prepared", "transaction_ended"
 BATCH_BEGAN = "batch_began"
-
-
-def needs_fresh_id(producer_epoch: int) -> bool:
-    """Whether the transaction with this epoch needs a fresh producer id for the one after it."""
-    return producer_epoch >= limits.PRODUCER_EPOCH_LAST
 
 
 class TransactionRules(NamedTuple):
@@ -40,6 +36,20 @@ class TransactionRules(NamedTuple):
     transactional_id_expiration_ms: int
     #: the last leader epoch of the partition that began without all data; NONE = there was none
     unclean_epoch: Epoch = NONE
+
+    def may_have_lost(self, producer_id: ProducerId) -> bool:
+        """Whether records about the producer id may be lost: it was allocated before the unclean
+        election.
+        """
+        return is_transactional(producer_id) and epoch_of_producer(producer_id) < self.unclean_epoch
+
+    def needs_fresh_id(self, producer_id: ProducerId, producer_epoch: int) -> bool:
+        """Whether the pair after this one has a fresh producer id (rule X1).
+
+        Its epoch is the last one, or a later epoch may have been used and its records are lost.
+        """
+        last = producer_epoch >= limits.PRODUCER_EPOCH_LAST
+        return last or self.may_have_lost(producer_id)
 
 
 # -- effects ---------------------------------------------------------------------------------------
@@ -160,7 +170,7 @@ class EndTransaction:
     """A producer commits or aborts its transaction.
 
     `image`: it shows which registered partitions had an unclean election.  `fresh_id`: needed if
-    `needs_fresh_id(request.producer_epoch)`.
+    `TransactionRules.needs_fresh_id` says so.
     Reply: `EndTxnReply` with the pair for the next transaction, once the decision is committed.
     Raises `TransactionAborted`, `TransactionTimedOut`, `ProducerFenced`, `InvalidTxnState`,
     `ConcurrentTransactions`, `TransactionalIdNotFound`; `CoordinatorLoading` while the image is
@@ -175,7 +185,7 @@ class EndTransaction:
 class TimedOut(NamedTuple):
     """An ongoing transaction whose timeout has passed.
 
-    `fresh_id`: needed if `needs_fresh_id(producer_epoch)`.
+    `fresh_id`: needed if `TransactionRules.needs_fresh_id` says so.
     """
 
     transactional_id: str

@@ -66,13 +66,14 @@ class _Hosted:
 
     def __init__(
         self,
-        number: int,
+        rules: commands.TransactionRules,
         epoch: Epoch,
         host: ReplayedHost[Any, Any],
         log: PartitionReplayLog[records.TransactionLogRecord],
         leases: Leases,
     ) -> None:
-        self.number = number
+        self.number = rules.partition
+        self._rules = rules
         self.epoch = epoch
         self.host = host
         self._log = log
@@ -109,6 +110,10 @@ class _Hosted:
         found = producer_id(self.number, self.epoch, self._next)
         self._next += 1
         return found
+
+    def id_after(self, producer_id: ProducerId, epoch: int) -> ProducerId:
+        """Return a fresh producer id if the pair after this one needs it, else NONE."""
+        return self.fresh_id() if self._rules.needs_fresh_id(producer_id, epoch) else NONE
 
     def unused(self, fresh_id: ProducerId) -> None:
         """Take back an id that no record names."""
@@ -190,7 +195,7 @@ class TransactionCoordinators:
             unavailable=errors.NotCoordinator,
         )
         leases = Leases(server["participant_lease_ms"], server["participant_transaction_max_ms"])
-        hosted = self._hosted[number] = _Hosted(number, epoch, host, log, leases)
+        hosted = self._hosted[number] = _Hosted(rules, epoch, host, log, leases)
         return hosted
 
     async def _load(self, hosted: _Hosted) -> None:
@@ -328,7 +333,7 @@ class TransactionCoordinators:
                         each.transactional_id,
                         each.producer_id,
                         each.producer_epoch,
-                        hosted.fresh_id() if commands.needs_fresh_id(each.producer_epoch) else NONE,
+                        hosted.id_after(each.producer_id, each.producer_epoch),
                     )
                     for each in late
                 )
@@ -399,8 +404,7 @@ class TransactionCoordinators:
     async def end(self, request: wire.EndTxnRequest) -> wire.EndTxnReply:
         """Commit or abort a transaction."""
         hosted = self._serving(partition_of_id(request.transactional_id))
-        fresh = commands.needs_fresh_id(request.producer_epoch)
-        fresh_id = hosted.fresh_id() if fresh else NONE
+        fresh_id = hosted.id_after(request.producer_id, request.producer_epoch)
         command = commands.EndTransaction(request, self._metadata.image, fresh_id)
         reply: wire.EndTxnReply = await self._ask(hosted, command)
         return reply

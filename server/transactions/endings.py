@@ -41,7 +41,7 @@ def end_transaction(ids: TransactionalIds, command: commands.EndTransaction, now
     decide = _END.get((known.relation(pair), known.state.phase))
     if decide is None:
         raise fenced(known, pair)
-    return decide(known, pair, command, now_ms)
+    return decide(ids, known, pair, command, now_ms)
 
 
 def _end_reply(pair: ProducerPair) -> wire.EndTxnReply:
@@ -49,15 +49,18 @@ def _end_reply(pair: ProducerPair) -> wire.EndTxnReply:
 
 
 def _end_ongoing(
-    known: TransactionMetadata, pair: ProducerPair, command: commands.EndTransaction, now_ms: int
+    ids: TransactionalIds,
+    known: TransactionMetadata,
+    pair: ProducerPair,
+    command: commands.EndTransaction,
+    now_ms: int,
 ) -> Out:
     """Take the decision; a partition with an unclean election makes it an abort (N1)."""
     commit, reason = command.request.commit, ""
     if commit:
         reason = unclean_election(known, command.image)
-    ending = state.prepared(
-        known, command.fresh_id, now_ms, commit=commit and not reason, reason=reason
-    )
+    following = ids.next_pair(known, command.fresh_id)
+    ending = state.prepared(known, following, now_ms, commit=commit and not reason, reason=reason)
     reply: Any = _end_reply(ending.next)
     if reason:
         reply = _aborted(ending, pair)
@@ -94,12 +97,16 @@ def unclean_election(known: Registered, image: MetadataImage) -> str:
 
 
 def _end_idle(
-    known: TransactionMetadata, pair: ProducerPair, command: commands.EndTransaction, now_ms: int
+    ids: TransactionalIds,
+    known: TransactionMetadata,
+    pair: ProducerPair,
+    command: commands.EndTransaction,
+    now_ms: int,
 ) -> Out:
     """End a transaction of which the coordinator has no partition."""
     if command.request.commit:
         raise _not_begun(known, pair)
-    after = state.skipped(known, command.fresh_id, now_ms)
+    after = state.skipped(known, ids.next_pair(known, command.fresh_id), now_ms)
     return decision(_end_reply(after.current), [after])
 
 
@@ -111,7 +118,11 @@ def _not_begun(known: TransactionMetadata, pair: ProducerPair) -> errors.Invalid
 
 
 def _end_again(
-    known: TransactionMetadata, pair: ProducerPair, command: commands.EndTransaction, now_ms: int
+    ids: TransactionalIds,
+    known: TransactionMetadata,
+    pair: ProducerPair,
+    command: commands.EndTransaction,
+    now_ms: int,
 ) -> Out:
     """Answer a repeated request: a success only if it asks for the decision that was taken."""
     commit = command.request.commit
@@ -144,7 +155,11 @@ def _aborted(known: TransactionMetadata, pair: ProducerPair) -> errors.Transacti
 
 
 def _end_busy(
-    known: TransactionMetadata, pair: ProducerPair, command: commands.EndTransaction, now_ms: int
+    ids: TransactionalIds,
+    known: TransactionMetadata,
+    pair: ProducerPair,
+    command: commands.EndTransaction,
+    now_ms: int,
 ) -> Out:
     raise still_ending(known)
 
@@ -169,8 +184,9 @@ def expire(ids: TransactionalIds, command: commands.ExpireTransactions, now_ms: 
             continue
         if item.fresh_id != NONE:
             ids.check_fresh(item.fresh_id)
+        following = ids.next_pair(known, item.fresh_id)
         endings[known.transactional_id] = state.prepared(
-            known, item.fresh_id, now_ms, commit=False, reason=state.TIMED_OUT
+            known, following, now_ms, commit=False, reason=state.TIMED_OUT
         )
     return preparation(len(endings), *endings.values())
 
@@ -200,5 +216,6 @@ def abort(ids: TransactionalIds, command: commands.AbortTransaction, now_ms: int
             f"{known.transactional_id!r} is {known.state.label}: it has no transaction to abort"
         )
     ids.check_fresh(command.fresh_id)
-    ending = state.prepared(known, command.fresh_id, now_ms, commit=False, reason=state.BY_OPERATOR)
+    following = ids.next_pair(known, command.fresh_id)
+    ending = state.prepared(known, following, now_ms, commit=False, reason=state.BY_OPERATOR)
     return preparation(wire.AbortTransactionReply(), ending)

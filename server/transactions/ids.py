@@ -26,9 +26,9 @@ from pk.server.transactions.records import (
     metadata_of,
     record_of,
 )
-from pk.server.transactions.state import NO_PAIR, TransactionMetadata
+from pk.server.transactions.state import NO_PAIR, ProducerPair, TransactionMetadata
 from pk.transactional_ids import TOPIC, partition_of_id
-from pk.types import ProducerId
+from pk.types import NONE, ProducerId
 
 Out = Decision[TransactionLogRecord]
 
@@ -163,6 +163,22 @@ class TransactionalIds:
             owner = found[0].job
         if owner is not None:
             raise errors.InternalError(f"producer id {producer_id} is not fresh: {owner!r} has it")
+
+    def next_pair(self, known: TransactionMetadata, fresh_id: ProducerId) -> ProducerPair:
+        """Return the pair after the current one: the next epoch, or epoch 0 of `fresh_id` where
+        `TransactionRules.needs_fresh_id` says so.
+
+        Raises `InternalError` if a fresh id is needed, and there is none.
+        """
+        producer_id, epoch = known.current
+        if not self.rules.needs_fresh_id(producer_id, epoch):
+            return ProducerPair(producer_id, epoch + 1)
+        if fresh_id == NONE:
+            raise errors.InternalError(
+                f"the pair after {known.current} needs another producer id, and no fresh producer "
+                "id was given"
+            )
+        return ProducerPair(fresh_id, 0)
 
 
 def _producer_ids(known: TransactionMetadata | None) -> tuple[ProducerId, ...]:

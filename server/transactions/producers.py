@@ -58,7 +58,7 @@ def init_producer(ids: TransactionalIds, command: commands.InitProducer, now_ms:
     relation = PairRelation.CURRENT if named == NO_PAIR else known.relation(named)
     if named != NO_PAIR and known.fenced:
         relation = PairRelation.OTHER  # a newer producer aborted the transaction
-    return _INIT[relation](known, named, command, now_ms)
+    return _INIT[relation](ids, known, named, command, now_ms)
 
 
 def _check_id(transactional_id: str) -> None:
@@ -80,24 +80,31 @@ def _init_reply(known: TransactionMetadata) -> wire.InitProducerIdReply:
 
 
 def _init_next(
-    known: TransactionMetadata, named: ProducerPair, command: commands.InitProducer, now_ms: int
+    ids: TransactionalIds,
+    known: TransactionMetadata,
+    named: ProducerPair,
+    command: commands.InitProducer,
+    now_ms: int,
 ) -> Out:
     """Give the next pair; an open transaction is ended first."""
     if known.state.phase is Phase.PREPARED:
         raise still_ending(known)
+    following = ids.next_pair(known, command.fresh_id)
     if known.state.phase is Phase.ONGOING:
         newer = named == NO_PAIR
         reason = state.NEWER_PRODUCER if newer else state.NEW_EPOCH
-        ending = state.prepared(
-            known, command.fresh_id, now_ms, commit=False, reason=reason, fenced=newer
-        )
+        ending = state.prepared(known, following, now_ms, commit=False, reason=reason, fenced=newer)
         return preparation(still_ending(ending), ending)
     timeout_ms = command.request.transaction_timeout_ms
-    return _initialized(state.initialized(known, named, command.fresh_id, timeout_ms, now_ms))
+    return _initialized(state.initialized(known, named, following, timeout_ms, now_ms))
 
 
 def _init_again(
-    known: TransactionMetadata, named: ProducerPair, command: commands.InitProducer, now_ms: int
+    ids: TransactionalIds,
+    known: TransactionMetadata,
+    named: ProducerPair,
+    command: commands.InitProducer,
+    now_ms: int,
 ) -> Out:
     """Repeat the reply to a request that named the previous pair.
 
@@ -108,13 +115,21 @@ def _init_again(
 
 
 def _init_busy(
-    known: TransactionMetadata, named: ProducerPair, command: commands.InitProducer, now_ms: int
+    ids: TransactionalIds,
+    known: TransactionMetadata,
+    named: ProducerPair,
+    command: commands.InitProducer,
+    now_ms: int,
 ) -> Out:
     raise still_ending(known)
 
 
 def _init_fenced(
-    known: TransactionMetadata, named: ProducerPair, command: commands.InitProducer, now_ms: int
+    ids: TransactionalIds,
+    known: TransactionMetadata,
+    named: ProducerPair,
+    command: commands.InitProducer,
+    now_ms: int,
 ) -> Out:
     raise fenced(known, named)
 

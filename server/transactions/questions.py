@@ -29,7 +29,6 @@ from pk.server.transactions.state import (
 )
 from pk.transactional_ids import (
     TOPIC,
-    epoch_of_producer,
     is_transactional,
     partition_of_producer,
 )
@@ -147,7 +146,7 @@ class Questions:
 
     def _unknown(self, pair: ProducerPair) -> wire.TxnAnswer:
         """Answer for a pair whose end is not known (A3)."""
-        if epoch_of_producer(pair.producer_id) < self._rules.unclean_epoch:
+        if self._rules.may_have_lost(pair.producer_id):
             raise errors.CoordinatorUnavailable(
                 f"the end of {pair} is not known: {TOPIC}-{self._rules.partition} lost records in "
                 f"the unclean election of leader epoch {self._rules.unclean_epoch}.  An operator "

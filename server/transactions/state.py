@@ -25,7 +25,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from pk import errors, limits
 from pk.types import NONE, Epoch, Offset, PartitionKey, ProducerId
 
 #: Reasons of aborts that the producer did not ask for; an unclean election has its own words.
@@ -145,18 +144,6 @@ class TransactionMetadata:
         return self.next if self.state.phase is Phase.PREPARED else self.current
 
 
-def next_pair(pair: ProducerPair, fresh_id: ProducerId) -> ProducerPair:
-    """Return the pair after `pair`: the next epoch, or epoch 0 of `fresh_id` after the last one.
-
-    Raises `InternalError` if that needs a fresh id and there is none.
-    """
-    if pair.epoch < limits.PRODUCER_EPOCH_LAST:
-        return ProducerPair(pair.producer_id, pair.epoch + 1)
-    if fresh_id == NONE:
-        raise errors.InternalError(f"{pair} has the last epoch, and no fresh producer id was given")
-    return ProducerPair(fresh_id, 0)
-
-
 def _step(known: TransactionMetadata, to: TransactionState, **changes: Any) -> TransactionMetadata:
     assert to in STEPS[known.state], f"no step {known.state.name} -> {to.name}: {known}"
     return replace(known, state=to, **changes)
@@ -165,15 +152,15 @@ def _step(known: TransactionMetadata, to: TransactionState, **changes: Any) -> T
 def initialized(
     known: TransactionMetadata,
     named: ProducerPair,
-    fresh_id: ProducerId,
+    following: ProducerPair,
     timeout_ms: int,
     now_ms: int,
 ) -> TransactionMetadata:
-    """Return an idle id with the next pair.  `named`: the pair of the request, or NO_PAIR."""
+    """Return an idle id with the pair `following`.  `named`: that of the request, or NO_PAIR."""
     return _step(
         known,
         TransactionState.EMPTY,
-        current=next_pair(known.current, fresh_id),
+        current=following,
         previous=named,
         timeout_ms=timeout_ms,
         updated_ms=now_ms,
@@ -210,18 +197,18 @@ def registered(
 
 def prepared(
     known: TransactionMetadata,
-    fresh_id: ProducerId,
+    following: ProducerPair,
     now_ms: int,
     *,
     commit: bool,
     reason: str = "",
     fenced: bool = False,
 ) -> TransactionMetadata:
-    """Return the ongoing transaction with its decision, and with the pair after it."""
+    """Return the ongoing transaction with its decision, and with the pair `following` it."""
     return _step(
         known,
         TransactionState.PREPARE_COMMIT if commit else TransactionState.PREPARE_ABORT,
-        next=next_pair(known.current, fresh_id),
+        next=following,
         updated_ms=now_ms,
         reason=reason,
         fenced=fenced,
@@ -244,15 +231,17 @@ def completed(known: TransactionMetadata, now_ms: int) -> TransactionMetadata:
     )
 
 
-def skipped(known: TransactionMetadata, fresh_id: ProducerId, now_ms: int) -> TransactionMetadata:
+def skipped(
+    known: TransactionMetadata, following: ProducerPair, now_ms: int
+) -> TransactionMetadata:
     """Return an idle id after an abort of a transaction that had not begun here.
 
-    The epoch grows: a batch under way with the old one must not open the next transaction.
+    The pair changes: a batch under way with the old one must not open the next transaction.
     """
     return _step(
         known,
         TransactionState.COMPLETE_ABORT,
-        current=next_pair(known.current, fresh_id),
+        current=following,
         previous=known.current,
         updated_ms=now_ms,
         reason="",

@@ -19,7 +19,7 @@ from pk import errors, limits
 from pk.server.transactions import commands as c
 from pk.server.transactions.records import TransactionLogRecord, metadata_of
 from pk.server.transactions.state import NO_PAIR, Phase, ProducerPair, TransactionState
-from pk.types import NONE, PartitionKey
+from pk.types import PartitionKey
 from pk.wire import pk_pb2 as wire
 from tests.unit.server.transactions.coordinator_bench import IDS, TOPIC_ID, Bench, question
 
@@ -168,7 +168,7 @@ class CoordinatorModel(RuleBasedStateMachine):
         def deliver() -> None:
             if commit:
                 self.wanted.add(pair)
-            fresh = self.bench.fresh() if c.needs_fresh_id(pair.epoch) else NONE
+            fresh = self.bench.id_after(pair)
             reply = self.run_command(c.EndTransaction(request, self.bench.image, fresh))
             if isinstance(reply, errors.PkError):
                 if isinstance(reply, errors.TransactionAborted):
@@ -231,7 +231,7 @@ class CoordinatorModel(RuleBasedStateMachine):
     @rule(name=NAME, back=BACK)
     def time_out(self, name: str, back: int) -> None:
         pair = self.pair_of(name, back)
-        fresh = self.bench.fresh() if c.needs_fresh_id(pair.epoch) else NONE
+        fresh = self.bench.id_after(pair)
         count = self.run_command(c.ExpireTransactions((c.TimedOut(name, *pair, fresh),)))
         assert not count or self.decided[pair] is False
 

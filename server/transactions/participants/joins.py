@@ -92,7 +92,8 @@ def _free(ids: TransactionalIds, known: Job, fresh_id: ProducerId) -> tuple[Prod
     """Return the pair of the next participant (B2)."""
     pool = ids.jobs.participants(known.job)
     for producer_id, each in pool.items():
-        if not known.joined(each) and each.epoch < limits.PRODUCER_EPOCH_LAST:
+        spent = ids.rules.needs_fresh_id(producer_id, each.epoch)
+        if not known.joined(each) and not spent:
             return producer_id, each.epoch + 1
     if sum(known.joined(each) for each in pool.values()) >= limits.PARTICIPANTS_MAX:
         raise errors.InvalidTxnState(

@@ -63,6 +63,10 @@ class Bench:
         self.numbers += 1
         return allocated(self.rules.partition, self.leader_epoch, self.numbers)
 
+    def id_after(self, pair: ProducerPair) -> int:
+        """The producer id of the pair after this one, if it needs another; else NONE."""
+        return self.fresh() if self.rules.needs_fresh_id(*pair) else NONE
+
     def run(self, command: c.Command) -> Any:
         """Decide, append, apply; return the reply or raise it."""
         self.effects = {}
@@ -94,6 +98,14 @@ class Bench:
         for offset, record in enumerate(self.log):
             machine.apply(offset, record)
         return machine
+
+    def elected_uncleanly(self, *, lost: int = 0) -> Bench:
+        """The next leader's machine, whose log lacks the last `lost` records."""
+        epoch = self.leader_epoch + 1
+        found = type(self)(self.rules._replace(unclean_epoch=epoch), epoch)
+        found.log = self.log[: len(self.log) - lost]
+        found.machine = found.replayed()
+        return found
 
     def check_replay(self) -> None:
         """A replay gives an equal machine; so does a replay of the compacted log."""
@@ -143,13 +155,11 @@ class Bench:
             transactional_id=transactional_id, producer_id=pair.producer_id,
             producer_epoch=pair.epoch, commit=commit,
         )  # fmt: skip
-        fresh = self.fresh() if c.needs_fresh_id(pair.epoch) else NONE
-        reply = self.run(c.EndTransaction(request, self.image, fresh))
+        reply = self.run(c.EndTransaction(request, self.image, self.id_after(pair)))
         return ProducerPair(reply.producer_id, reply.producer_epoch)
 
     def time_out(self, pair: ProducerPair, transactional_id: str = ID) -> int:
-        fresh = self.fresh() if c.needs_fresh_id(pair.epoch) else NONE
-        item = c.TimedOut(transactional_id, *pair, fresh)
+        item = c.TimedOut(transactional_id, *pair, self.id_after(pair))
         count: int = self.run(c.ExpireTransactions((item,)))
         return count
 

@@ -425,6 +425,62 @@ def test_the_last_epoch_without_a_fresh_id_is_a_bug() -> None:
         bench.run(c.ExpireTransactions((c.TimedOut(ID, *pair),)))
 
 
+# -- after an unclean election of the coordinator's partition --------------------------------------
+
+
+def test_a_pair_whose_record_was_lost_is_not_given_again() -> None:
+    """Rule X1: leaders may know the pair, and would take its next batches for repetitions."""
+    bench = Bench()
+    bench.init()
+    lost = bench.init()
+    bench = bench.elected_uncleanly(lost=1)
+    pair = bench.init()
+    assert pair.producer_id != lost.producer_id
+    assert pair.epoch == 0
+    assert bench.init() == after(pair), "this id was allocated since"
+
+
+NEXT: dict[str, Callable[[Bench, ProducerPair], object]] = {
+    "commit": lambda bench, pair: bench.end(pair, commit=True),
+    "abort": lambda bench, pair: bench.end(pair, commit=False),
+    "timeout": lambda bench, pair: bench.time_out(pair),
+    "operator": lambda bench, pair: bench.abort(),
+    "init": lambda bench, pair: unanswered(bench),
+}
+
+
+def unanswered(bench: Bench) -> None:
+    with pytest.raises(errors.ConcurrentTransactions):
+        bench.init()
+
+
+@pytest.mark.parametrize("ended", NEXT.values(), ids=NEXT)
+def test_the_pair_after_an_older_one_has_another_producer_id(
+    ended: Callable[[Bench, ProducerPair], object],
+) -> None:
+    """Rule X1: the transaction ends with its own pair, and its markers have the next epoch."""
+    bench = Bench()
+    pair = bench.begun()
+    bench = bench.elected_uncleanly()
+    ended(bench, pair)
+    fresh = bench.known().next
+    assert fresh.producer_id != pair.producer_id
+    assert fresh.epoch == 0
+    (event,) = bench.effects[c.PREPARED]
+    assert (event.producer_id, event.marker_epoch) == (pair.producer_id, pair.epoch + 1)
+    assert bench.markers(pair)
+    assert bench.known().current == fresh
+
+
+def test_an_empty_abort_of_an_older_pair_gets_another_producer_id() -> None:
+    bench = Bench()
+    pair = bench.init()
+    bench = bench.elected_uncleanly()
+    fresh = bench.end(pair, commit=False)
+    assert fresh.producer_id != pair.producer_id
+    assert bench.end(pair, commit=False) == fresh
+
+
 # -- timeouts, operators, markers ------------------------------------------------------------------
 
 

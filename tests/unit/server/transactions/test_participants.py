@@ -518,6 +518,17 @@ def test_after_an_unclean_election_of_the_coordinator_nothing_is_said() -> None:
         bench.verify(old)
 
 
+def test_after_an_unclean_election_of_the_coordinator_tasks_get_other_producer_ids() -> None:
+    """Rule X1: later epochs of the old ones may have been used, and their records are lost."""
+    bench = JobBench()
+    old = bench.committed(0)
+    again = bench.elected_uncleanly()
+    pair = again.join(1)
+    assert pair.producer_id != old.producer_id
+    assert pair.epoch == 0
+    assert bench.join(1) == after(old), "without the election, the pool has it"
+
+
 # -- reads and time --------------------------------------------------------------------------------
 
 

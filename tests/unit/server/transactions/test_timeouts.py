@@ -15,8 +15,12 @@ from pk.sim.world import SimWorld
 HOUR_MS = 3_600_000
 
 
+def rules_of(number: int) -> commands.TransactionRules:
+    return commands.TransactionRules(number, 900_000, 86_400_000)
+
+
 def hosted(*opened: TransactionBegan) -> _Hosted:
-    found = _Hosted(0, 1, cast("Any", None), cast("Any", None), Leases(1_000, 9_000))
+    found = _Hosted(rules_of(0), 1, cast("Any", None), cast("Any", None), Leases(1_000, 9_000))
     found.deadlines.update({each.transactional_id: each for each in opened})
     return found
 
@@ -85,7 +89,7 @@ def ticked(*hosts: Host, for_ms: int) -> None:
         )
         for number, host in enumerate(hosts):
             each = found._hosted[number] = _Hosted(
-                number, 1, cast("Any", host), cast("Any", None), Leases(1_000, 9_000)
+                rules_of(number), 1, cast("Any", host), cast("Any", None), Leases(1_000, 9_000)
             )
             each.leases.began(commands.BatchBegan("job", 1, 10_000), 0)
             each.loading, each.resumed = False, host.machine
