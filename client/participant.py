@@ -172,7 +172,9 @@ class ParticipantEngine:
             raise same_error(self._error)
         assert self.joined is not None
         self._fail(errors.InvalidTxnState("the task has finished"))
-        await self._heartbeat(self.joined, finished=True)
+        refused = await self._heartbeat(self.joined, finished=True)
+        if refused is not None:
+            raise refused
 
     async def close(self) -> None:
         """End the heartbeats."""
@@ -193,9 +195,14 @@ class ParticipantEngine:
         while self._error is None:
             await self._world.clock.sleep_ms(joined.lease_ms / BEATS)
             if self._error is None:
-                await self._heartbeat(joined, finished=False)
+                refused = await self._heartbeat(joined, finished=False)
+                if refused is not None and self._error is None:
+                    self._fail(refused)
 
-    async def _heartbeat(self, joined: wire.JoinTransactionReply, *, finished: bool) -> None:
+    async def _heartbeat(
+        self, joined: wire.JoinTransactionReply, *, finished: bool
+    ) -> errors.TransactionAborted | None:
+        """Send a heartbeat; return the error of a task that is not a participant any more."""
         request = wire.ParticipantHeartbeatRequest(
             batch=self._batch.to_wire(),
             participant=wire.Participant(
@@ -208,5 +215,5 @@ class ParticipantEngine:
         except errors.RetriableError as failure:
             _log.warning("%s: no heartbeat: %s", self._batch.job, failure.message)
         except errors.PkError as refusal:
-            if self._error is None:
-                self._fail(only_abort(refusal))
+            return only_abort(refusal)
+        return None
