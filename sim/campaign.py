@@ -146,7 +146,7 @@ class Run:
         self.troubles: list[str] = []
         self.tiered_rows = 0
         self.transactions: TransactionRun | None = None
-        if self.options.transactions:
+        if self.options.transaction_topics:
             self.transactions = TransactionRun(
                 self.world,
                 self.cluster,

@@ -47,6 +47,7 @@ from pk.sim import (
 )
 from pk.sim.campaign import Run
 from pk.sim.canary import FLUSHED, HOT, SAFE, THREE, TIERED, Canary
+from pk.sim.job_canaries import JOB_CANARIES
 from pk.sim.options import KEPT, NodePlan
 from pk.sim.transaction_canaries import TRANSACTION_CANARIES
 
@@ -467,6 +468,7 @@ CANARIES: dict[str, Canary] = {
         ("disk_full", "kill_broker"), ("delete_records",),
     ),
     **TRANSACTION_CANARIES,
+    **JOB_CANARIES,
 }  # fmt: skip
 
 

@@ -48,6 +48,8 @@ class Canary:
     reserve_bytes: int = 0  #: disk_reserve_bytes
     snapshot_bytes: int | None = None  #: metadata_log_max_record_bytes_between_snapshots
     transactions: int = 0  #: number of transactional ids
+    jobs: int = 0
+    lease_ms: int = 5_000  #: participant_lease_ms, if there are jobs
 
     @property
     def options(self) -> SimOptions:
@@ -69,15 +71,26 @@ class Canary:
                 "producer_id_expiration_ms": self.expiration_ms,
                 "disk_reserve_bytes": self.reserve_bytes,
                 **({} if size is None else {option: size}),
+                **self._leases,
             },
             recent_bytes=self.recent_bytes,
             transactions=self.transactions,
             transaction_topics=self._transaction_topics,
+            jobs=self.jobs,
         )
 
     @property
+    def _leases(self) -> dict[str, int]:
+        if not self.jobs:
+            return {}
+        return {
+            "participant_lease_ms": self.lease_ms,
+            "participant_transaction_max_ms": 15_000,
+        }
+
+    @property
     def _transaction_topics(self) -> tuple[TopicPlan, ...]:
-        if not self.transactions:
+        if not (self.transactions or self.jobs):
             return ()
         configs = {**self.configs, **KEPT, "flush_on_ack": "true"}
         return (TopicPlan("transactions", 3, configs, self.copies),)

@@ -41,7 +41,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 import pk
 from pk import clock
 from pk.sim.campaign import Run, RunResult
-from pk.sim.options import CHORES, FAULTS, TRANSACTION_FAULTS, TRANSACTIONS_CHANCE, drawn
+from pk.sim.options import (
+    CHORES,
+    FAULTS,
+    JOBS_CHANCE,
+    TRANSACTION_FAULTS,
+    TRANSACTIONS_CHANCE,
+    drawn,
+)
 from pk.sim.world import TRACE_TAIL, SimWorld
 
 RESULTS = ".sim/long.jsonl"
@@ -79,6 +86,31 @@ MET_WITH_TRANSACTIONS = (
     "transactions committed",
     "transactions timed out",
     "transactions unknown",
+    *(f"fault {name}" for name in TRANSACTION_FAULTS),
+)
+#: Events of jobs that a campaign must meet, if its seeds draw any.
+MET_WITH_JOBS = (
+    "attempts joined",
+    "batches aborted",
+    "batches already committed",
+    "batches committed",
+    "batches committed before",
+    "batches executed again",
+    "batches without rows",
+    "coordinators killed",
+    "coordinators moved",
+    "drivers after commit",
+    "drivers after finish",
+    "drivers before join",
+    "drivers outlived",
+    "drivers somewhere",
+    "drivers within commit",
+    "late commit_participants",
+    "late join_transaction",
+    "late write_txn_markers",
+    "ProducerFenced of jobs",
+    "TransactionAborted of jobs",
+    "TransactionTimedOut of jobs",
     *(f"fault {name}" for name in TRANSACTION_FAULTS),
 )
 #: Events that a campaign must meet at least once (Report.counts).
@@ -121,6 +153,7 @@ MET = (
     *(f"chore {name}" for name in CHORES),
     *(f"fault {name}" for name in FAULTS if name not in TRANSACTION_FAULTS),
     *(MET_WITH_TRANSACTIONS if TRANSACTIONS_CHANCE else ()),
+    *(MET_WITH_JOBS if JOBS_CHANCE else ()),
 )
 
 

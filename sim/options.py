@@ -67,7 +67,7 @@ _TABLE_FAULTS = ("delta_rot", "delete_rows")
 FORMAT_FAULTS = ("other_version", "unknown_field", "older_build")
 #: Segments that disappear from the front of a log while its broker is down (identity_faults.py).
 _FRONT_FAULTS = ("front_lost",)
-#: Faults of transactions (transaction_faults.py).  Only runs with transactions draw them.
+#: Faults of transactions (transaction_faults.py).  Only runs with transactions or jobs draw them.
 TRANSACTION_FAULTS = (
     "late_control",
     "kill_coordinator",
@@ -122,6 +122,15 @@ RESERVE_BYTES = (0, 4_000, 16_000)
 #: The share of seeds with transactions.  It is 0 until a campaign has run with a share of 0.4.
 #: tests/sim/test_transactional_runs.py asks for transactions.
 TRANSACTIONS_CHANCE = 0.0
+#: The share of seeds with jobs, of those with JOB_BROKERS_MIN brokers: with fewer, the topic of the
+#: coordinators promises little (loss_model.py).  It is 0 for the reason of TRANSACTIONS_CHANCE;
+#: tests/sim/test_jobs.py asks for jobs.
+JOBS_CHANCE = 0.0
+JOB_BROKERS_MIN = 3
+#: participant_lease_ms and participant_transaction_max_ms; the longer one is at most the longest
+#: timeout of transactions.TIMEOUT_MS.
+LEASE_MS = (2_000, 5_000, 10_000)
+BATCH_MAX_MS = (15_000, 30_000)
 #: How far a machine's clock may differ from true time from the start.
 SKEW_MS = 2_000
 
@@ -205,6 +214,18 @@ class SimOptions:
     #: the next are not in `repr`: a run without transactions keeps its digest.
     transactions: int = field(default=0, repr=False)
     transaction_topics: tuple[TopicPlan, ...] = field(default=(), repr=False)
+    #: Number of jobs, whose tasks write to the topics of transactions; not in `repr` either.
+    jobs: int = field(default=0, repr=False)
+
+    @property
+    def job_ids(self) -> tuple[str, ...]:
+        """Return the transactional id of each job."""
+        return tuple(f"job{number}" for number in range(self.jobs))
+
+    @property
+    def transactional_ids(self) -> tuple[str, ...]:
+        """Return every transactional id of the run."""
+        return (*(f"id{number}" for number in range(self.transactions)), *self.job_ids)
 
     def with_role(self, role: str) -> tuple[NodePlan, ...]:
         """Return the machines that run a process of `role`."""
@@ -243,9 +264,13 @@ def drawn(rng: random.Random, *, faults: Iterable[str] | None = None, **given: A
     if faults is not None:
         given["faults"] = tuple(faults)
     options = replace(options, **given)
-    if "transactions" in given or faults is not None or rng.random() >= TRANSACTIONS_CHANCE:
+    if faults is not None or "transactions" in given or "jobs" in given:
         return options
-    return with_transactions(rng, options, brokers)
+    if rng.random() < TRANSACTIONS_CHANCE:
+        options = with_transactions(rng, options, brokers)
+    if rng.random() < JOBS_CHANCE and brokers >= JOB_BROKERS_MIN:
+        options = with_jobs(rng, options, brokers)
+    return options
 
 
 def with_transactions(rng: random.Random, options: SimOptions, brokers: int) -> SimOptions:
@@ -260,6 +285,20 @@ def with_transactions(rng: random.Random, options: SimOptions, brokers: int) -> 
         transaction_topics=topics,
         faults=(*options.faults, *faults),
     )
+
+
+def with_jobs(rng: random.Random, options: SimOptions, brokers: int) -> SimOptions:
+    """Return the options with drawn jobs, and with what their batches need.
+
+    Their topics are those of plain transactions, if the run has such.
+    """
+    if not options.transactions:
+        options = replace(with_transactions(rng, options, brokers), transactions=0)
+    leases = {
+        "participant_lease_ms": rng.choice(LEASE_MS),
+        "participant_transaction_max_ms": rng.choice(BATCH_MAX_MS),
+    }
+    return replace(options, jobs=rng.randint(1, 2), server={**options.server, **leases})
 
 
 def _transaction_topic(rng: random.Random, number: int, brokers: int) -> TopicPlan:

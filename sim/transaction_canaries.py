@@ -40,7 +40,7 @@ def _any_marker_taken(stack: ExitStack) -> None:
     stack.enter_context(patch("pk.log.validate.check_marker", lambda *_: MarkerResult.APPEND))
 
 
-def _answered_before_the_commit(stack: ExitStack) -> None:
+def answered_before_the_commit(stack: ExitStack) -> None:
     """Let a coordinator answer before its records are committed."""
     whole = ReplayedHost._round
 
@@ -122,7 +122,7 @@ TRANSACTION_CANARIES: dict[str, Canary] = {
     ),
     # The disk of the coordinator has no room for the prepare record.
     "commit answered before prepare is committed": Canary(
-        "X1", _answered_before_the_commit, TORN, SAFE, ("coordinator_full",),
+        "X1", answered_before_the_commit, TORN, SAFE, ("coordinator_full",),
         nodes=THREE, copies=3, fault_ms=10_000, fault_every_ms=(200, 1_000), pace_ms=(10, 60),
         transactions=3,
     ),

@@ -206,6 +206,11 @@ class DecisionsCheck:
         same = known == commit or lossy
         require(same, "V20", "{}: {} says commit={}, {} said {}", pair, who, commit, first, known)
 
+    def said(self, pair: tuple[int, int]) -> tuple[bool, str] | None:
+        """Return whether the transaction of `pair` commits, and who said so first; None = it is
+        not known."""
+        return self._known.get(pair)
+
     def compare(self, history: TransactionHistory) -> None:
         """Compare with what the callers heard."""
         last = {each.pair: each for each in history.transactions if each.records}

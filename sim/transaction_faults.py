@@ -18,6 +18,15 @@ from pk.sim.options import BROKER, SimOptions
 from pk.wire import frames
 
 CONTROL = ("init_producer_id", "end_txn", "add_partitions_to_txn", "write_txn_markers")
+#: The control requests of runs with jobs only.
+JOB_CONTROL = (
+    "add_partitions_to_txn",
+    "write_txn_markers",
+    "join_transaction",
+    "commit_participants",
+    "commit_participants",
+    "abort_participants",
+)
 MARKERS = "write_txn_markers"
 LATE_MS = ((1.0, 50.0), (50.0, 3_000.0))
 #: The receiver of a late request takes the stream for open for so long.
@@ -45,15 +54,22 @@ class TransactionFaults:
             "coordinator_full": self._coordinator_full,
         }
 
+    @property
+    def _control(self) -> tuple[str, ...]:
+        """The kinds of control requests that the run has."""
+        options = self._options
+        plain = CONTROL if options.transactions else ()
+        return (*plain, *(JOB_CONTROL if options.jobs else ()))
+
     def _coordinator(self) -> SimMachine | None:
         """Return the machine that coordinates a drawn transactional id."""
-        number = self._rng.randrange(max(1, self._options.transactions))
-        return self._cluster.by_id.get(self.coordinator_of(f"id{number}"))
+        name = self._rng.choice(self._options.transactional_ids)
+        return self._cluster.by_id.get(self.coordinator_of(name))
 
     def _late_control(self) -> None:
         """Let the next control request of a drawn kind come late, mostly after its repetition."""
         rng, network = self._rng, self._cluster.world.network
-        kind, late_ms = rng.choice(CONTROL), rng.uniform(*rng.choice(LATE_MS))
+        kind, late_ms = rng.choice(self._control), rng.uniform(*rng.choice(LATE_MS))
 
         def trap(end: End, frame: bytes) -> None:
             if _kind_of(frame) == kind:

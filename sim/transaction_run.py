@@ -13,6 +13,7 @@ from typing import Any
 from pk.server.controller.internal_topics import REPLICATION_FACTOR
 from pk.sim.checkers import ReadRow, Violation
 from pk.sim.cluster import SimCluster
+from pk.sim.job_run import JobRuns
 from pk.sim.options import BROKER, SimOptions, TopicPlan
 from pk.sim.oracle import Oracle
 from pk.sim.samples import Observer
@@ -61,7 +62,7 @@ class TransactionAdmin(SimAdmin):
         topic_id, rng = self.state_topic_id(), self._rng
         if not topic_id:
             return
-        partition = partition_of_id(f"id{rng.randrange(max(1, self._options.transactions))}")
+        partition = partition_of_id(rng.choice(self._options.transactional_ids))
         infos = {each.partition: each for each in (await self._info(TOPIC)).partitions}
         if partition not in infos:
             return
@@ -130,6 +131,9 @@ class TransactionRun:
         self.admin.state_topic_id = lambda: self.samples.state_topic_id
         self.chores: Any = None
         self.workload: TransactionWorkload | None = None
+        self.jobs: JobRuns | None = None
+        if options.jobs:
+            self.jobs = JobRuns(world, self.samples, self.shared, oracle)
         self._readers: list[ReadersCheck] = []
         #: where the last reader of each isolation ended; `True` = read_committed
         self._read_ends: dict[bool, StableEnds] = {}
@@ -148,6 +152,8 @@ class TransactionRun:
         """Start the administrator."""
         self._world.record(f"transactions {self._cluster.options.transactions}: "
                            f"{self._cluster.options.transaction_topics}")  # fmt: skip
+        if self.jobs is not None:
+            self._world.record(f"jobs {self._cluster.options.jobs}")
         self.chores = self._world.spawn(NODE, self.admin.run())
 
     def start_client(self, world: World, life: int) -> None:
@@ -155,6 +161,8 @@ class TransactionRun:
         self.workload = TransactionWorkload(world, self.shared, life, self._world.random)
         self._readers += [reader.check for reader in self.workload.readers]
         self.workload.start()
+        if self.jobs is not None:
+            self.jobs.start_client(world, life)
 
     def rest(self) -> None:
         """Let the administrator and the producers end what they do, and begin nothing."""
@@ -164,7 +172,8 @@ class TransactionRun:
         """Return what is not ended yet; '' = nothing."""
         if not self.chores.done():
             return "a chore of transactions goes on"
-        return "" if self.workload is None else self.workload.unsettled()
+        plain = "" if self.workload is None else self.workload.unsettled()
+        return plain or ("" if self.jobs is None else self.jobs.unsettled())
 
     # -- validation --------------------------------------------------------------------------------
 
@@ -196,8 +205,11 @@ class TransactionRun:
     def judge(self, committed: Rows, uncommitted: Rows, table_of: TableOf) -> int:
         """Check everything that is known at the end; return the number of rows in tables."""
         self.samples.look()
+        if self.jobs is not None:
+            self.jobs.judge(committed)
+        plain = committed if self.jobs is None else self.jobs.without_jobs(committed)
         stable = self._read_ends[True]
-        check_transactions(self.history, committed, waiting_records(uncommitted, stable))
+        check_transactions(self.history, plain, waiting_records(uncommitted, stable))
         check_superset(committed, uncommitted)
         for check in self._readers:
             last = committed if check.committed else uncommitted
@@ -221,4 +233,5 @@ class TransactionRun:
         ends: list[TransactionEnd] = list(self.history.ends())
         named = {f"transactions {end.value}": ends.count(end) for end in TransactionEnd}
         chores = {f"chore {name} of transactions": n for name, n in self.admin.counts.items()}
-        return {**named, **chores}
+        jobs = {} if self.jobs is None else self.jobs.figures()
+        return {**named, **chores, **jobs}

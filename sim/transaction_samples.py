@@ -14,9 +14,12 @@ from pk.log import batch as batches
 from pk.log.control_rows import decode_markers
 from pk.log.storage import Buffer
 from pk.server.replica.partition import Partition
+from pk.server.transactions.participants.jobs import Jobs
+from pk.server.transactions.participants.state import Job
 from pk.server.transactions.state import NO_PAIR, ProducerPair, TransactionMetadata
 from pk.server.transactions.state import TransactionState as State
 from pk.sim.cluster import SimCluster
+from pk.sim.job_checkers import HistoriesCheck
 from pk.sim.options import BROKER
 from pk.sim.oracle import Oracle
 from pk.sim.samples import READ_BYTES, Observer
@@ -41,6 +44,7 @@ class TransactionSamples:
         self._counts = counts
         self.history: TransactionHistory | None = None
         self.decisions = DecisionsCheck()
+        self.histories = HistoriesCheck()
         self._fences: dict[PartitionKey, tuple[float, FencesCheck]] = {}
         self._read: dict[PartitionKey, int] = {}
         self._coordinators: dict[int, int] = {}  #: partition → its newest leader epoch seen
@@ -78,8 +82,12 @@ class TransactionSamples:
                 if not hosted.loading and log.committed == log.end:
                     self._coordinated(machine.name, number, hosted.epoch)
                     machine_of: Any = hosted.host.machine
+                    who = f"{machine.name} in epoch {hosted.epoch}"
                     for known in machine_of.transactions.values():
-                        self._decided(f"{machine.name} in epoch {hosted.epoch}", known)
+                        self._decided(who, known)
+                    for job in machine_of.jobs.items().values():
+                        newest = hosted.epoch >= self._coordinators[number]
+                        self._decided_batch(who, job, machine_of.jobs, newest=newest)
         for partition in self._led():
             self._scan(partition)
 
@@ -99,6 +107,23 @@ class TransactionSamples:
         if pair != NO_PAIR:
             lossy = self._lost_ms(partition_of_id(known.transactional_id)) != NONE
             self.decisions.decided(pair, known.state.committed, who, lossy=lossy)
+
+    def _decided_batch(self, who: str, job: Job, jobs: Jobs, *, newest: bool) -> None:
+        """Check what a coordinator has decided about the last batch of a job, and its history.
+
+        `newest`: no later leader epoch of the coordinator was seen; its history has every batch.
+        """
+        lossy = self._lost_ms(partition_of_id(job.job)) != NONE
+        if job.state in (*_PREPARED, *_COMPLETE):
+            for producer_id, each in jobs.joined(job):
+                commit = job.state.committed and producer_id in job.named
+                self.decisions.decided((producer_id, each.epoch), commit, who, lossy=lossy)
+        if lossy:
+            return
+        if job.state in (*_PREPARED, *_COMPLETE) and job.state.committed:
+            self.histories.committed(who, job.job, job.batch, job.transaction)
+        if newest:
+            self.histories.seen(who, job.job, job.last_committed, jobs.history(job.job))
 
     def _led(self) -> Iterator[Partition]:
         """Yield the partitions of transactions, each on its current leader."""

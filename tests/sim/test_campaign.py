@@ -172,7 +172,7 @@ def test_a_campaign_fails_if_something_was_never_met() -> None:
 def test_the_checkers_know_nothing_of_how_pk_works() -> None:
     """A checker must not share a bug with the code that it checks."""
     home = Path(pk.sim.__file__).parent
-    todo = ["checkers", "cluster_checkers", "move_check", "transaction_checkers"]
+    todo = ["checkers", "cluster_checkers", "job_checkers", "move_check", "transaction_checkers"]
     seen = set[str]()
     while todo:
         name = todo.pop()

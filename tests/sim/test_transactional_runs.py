@@ -40,6 +40,7 @@ def test_a_share_of_the_seeds_has_transactions_and_the_others_are_as_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(options_of_seeds, "TRANSACTIONS_CHANCE", 0.4)
+    monkeypatch.setattr(options_of_seeds, "JOBS_CHANCE", 0.0)
     plans = [drawn(SimWorld(seed).random("options")) for seed in range(200)]
     some = [each for each in plans if each.transactions]
     assert len(plans) / 3 <= len(some) <= len(plans) / 2
