@@ -24,6 +24,7 @@ from pk.client.admin.configs import ConfigCalls, ConfigEntry
 from pk.client.admin.connection import AdminConnection
 from pk.client.admin.described import OpenTransaction, PartitionDescription, TierDescription
 from pk.client.admin.offsets import SPECIAL_OFFSETS, OffsetCalls
+from pk.client.admin.prepared_batches import AwaitedTable
 from pk.client.admin.quorum import QuorumCalls, QuorumDescription, QuorumReplica
 from pk.client.admin.reassignments import PartitionReassignment, ReassignmentCalls
 from pk.client.admin.tier import TierCalls, TierRows
@@ -63,6 +64,7 @@ __all__ = [
     "TransactionListings",
     "TransactionDescription",
     "JobDescription",
+    "AwaitedTable",
     "ParticipantDescription",
     "HeldPartition",
     "ProducerDescription",
@@ -403,6 +405,17 @@ class AdminClient:
         `ConcurrentTransactions` if the transaction is being ended already.
         """
         self._transactions.abort_transaction(transactional_id, timeout_s)
+
+    def resolve_transaction(
+        self, transactional_id: str, *, commit: bool, timeout_s: float = TIMEOUT_S
+    ) -> None:
+        """End the batch of a job that waits for a Delta table; `describe_transactions` names it.
+
+        commit: whether the table has the batch.  Look first: a wrong answer makes the topics and
+        the table differ.  Raises `TransactionalIdNotFound`, `InvalidTxnState` if no batch waits for
+        a table, or another transaction does by now.
+        """
+        self._transactions.resolve_transaction(transactional_id, commit, timeout_s)
 
     def forget_transactional_id(
         self, transactional_id: str, *, timeout_s: float = TIMEOUT_S

@@ -18,6 +18,12 @@ from pk import errors
 from pk.client import arguments
 from pk.client.admin.connection import AdminConnection
 from pk.client.admin.described import OpenTransaction, everyone, oldest_transaction
+from pk.client.admin.prepared_batches import (
+    AWAITING_TABLE,
+    AwaitedTable,
+    awaited_of,
+    resolution,
+)
 from pk.client.network_client import NetworkClient
 from pk.client.transaction_manager import TRANSACTION
 from pk.transactional_ids import is_transactional, partition_of_id, partition_of_producer
@@ -28,7 +34,7 @@ from pk.wire import pk_pb2 as wire
 #: Transactional ids, or partitions, in one request.
 CHUNK = 500
 #: States of a transactional id with an open transaction.
-OPEN = ("Ongoing", "PrepareCommit", "PrepareAbort")
+OPEN = ("Ongoing", AWAITING_TABLE, "PrepareCommit", "PrepareAbort")
 #: The kinds of transactional ids.
 PRODUCER, PARTICIPANTS = "producer", "participants"
 
@@ -86,7 +92,8 @@ class JobDescription:
 
     batch: of the open transaction, or else of the last one.  last_committed: the highest committed
     batch.  Both: None = there is none.  batch_write: one batch write, not a streaming query.
-    participants: of the open transaction.
+    participants: of the open transaction.  awaited: the table that decides it, in the state
+    "AwaitingTable".
     """
 
     query: str
@@ -95,6 +102,7 @@ class JobDescription:
     last_committed: int | None
     batch_write: bool
     participants: tuple[ParticipantDescription, ...]
+    awaited: AwaitedTable | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -258,6 +266,19 @@ class TransactionCalls:
         """Abort the open transaction of an id."""
         name = _id(transactional_id)
         self._ask_coordinator(wire.AbortTransactionRequest(transactional_id=name), name, timeout_s)
+
+    def resolve_transaction(self, transactional_id: str, commit: bool, timeout_s: float) -> None:
+        """End a prepared batch as an operator decided."""
+        arguments.flag(commit, "commit")
+        name = _id(transactional_id)
+        found = dict[str, wire.TransactionDescription]()
+        deadline_s = self._connection.deadline_s(timeout_s)
+        cluster = self._connection.cluster
+        self._connection.retrying(lambda ms: _describe(cluster, [name], found, ms), timeout_s)
+        if found[name].HasField("error"):
+            raise frames.raise_error(found[name].error)
+        request = resolution(found[name], commit=commit)
+        self._ask_coordinator(request, name, self._connection.left_s(deadline_s))
 
     def forget_transactional_id(self, transactional_id: str, timeout_s: float) -> None:
         """Remove a transactional id."""
@@ -449,6 +470,7 @@ def _job_of(said: wire.JobDescription) -> JobDescription:
             )
             for each in said.joined
         ),
+        awaited_of(said),
     )  # fmt: skip
 
 
@@ -572,4 +594,6 @@ def _judged(
         return "its coordinator has not registered the partition", True
     if not known.writes_as(producer.producer_id, producer.producer_epoch):
         return "its producer is not part of the open transaction of the job", True
+    if known.job is not None and known.job.awaited is not None:
+        return f"it waits for the table {known.job.awaited.url}: pk transactions resolve", True
     return "", True

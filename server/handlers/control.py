@@ -83,6 +83,9 @@ class ControlStream:
             "commit_participants": lambda request, _: self._transactions.commit_participants(
                 request
             ),
+            "prepare_participants": lambda request, _: self._transactions.prepare_participants(
+                request
+            ),
             "abort_participants": lambda request, _: self._transactions.abort_participants(request),
             "list_transactions": lambda request, _: self._transactions.list(request),
             "describe_transactions": lambda request, _: self._transactions.describe(request),

@@ -54,6 +54,7 @@ class TransactionRequests:
         self.list = coordinators.list
         self.heartbeat = coordinators.heartbeat
         self.commit_participants = coordinators.commit_participants
+        self.prepare_participants = coordinators.prepare_participants
         self.abort_participants = coordinators.abort_participants
         self._join = coordinators.join
         self._add_partitions = coordinators.add_partitions

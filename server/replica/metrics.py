@@ -37,11 +37,7 @@ class BrokerMetrics:
         )
         self.hw_lag = gauge("high_watermark_lag", "records written and not committed")
         self.lso_lag = gauge("last_stable_offset_lag", "records committed and not stable")
-        self.open_transactions = gauge("open_transactions", "open transactions of partitions led")
-        self.open_transaction_age = gauge(
-            "open_transaction_age_ms",
-            "age of the oldest open transaction: read_committed readers wait for it",
-        )
+        self._add_transactions(metrics)
         self.tier_lag = gauge("tier_lag", "stable records that the tier does not cover yet")
         self.tier_problems = gauge("tier_problems", "partitions whose tier reports a problem")
         self.tier_missing = counter("tier_missing_files_total", "tiered files a HEAD did not find")
@@ -85,6 +81,18 @@ class BrokerMetrics:
             "controller_contact_age_ms",
             "age of the last answered heartbeat when the next one was answered",
             buckets=CONTACT_MS,
+        )
+
+    def _add_transactions(self, metrics: Metrics) -> None:
+        """Create the gauges of open transactions."""
+        gauge = metrics.gauge
+        self.open_transactions = gauge("open_transactions", "open transactions of partitions led")
+        self.open_transaction_age = gauge(
+            "open_transaction_age_ms",
+            "age of the oldest open transaction: read_committed readers wait for it",
+        )
+        self.awaited_batches = gauge(
+            "awaited_batches", "prepared batches that wait for a Delta table's decision (rule X11)"
         )
 
     def produced(self, size: int) -> None:

@@ -25,7 +25,7 @@ from pk.wire import pk_pb2 as wire
 
 #: Names of the events that a decision publishes; their values are the classes below.
 BEGAN, PREPARED, ENDED = "transaction_began", "transaction_prepared", "transaction_ended"
-BATCH_BEGAN = "batch_began"
+BATCH_BEGAN, BATCH_AWAITS = "batch_began", "batch_awaits"
 
 
 class TransactionRules(NamedTuple):
@@ -96,6 +96,16 @@ class BatchBegan(NamedTuple):
     job: str
     transaction: int  #: its number
     started_ms: int  #: by the wall clock
+
+
+class BatchAwaits(NamedTuple):
+    """BATCH_AWAITS: the participants are prepared, and a Delta table decides (X11)."""
+
+    job: str
+    transaction: int
+    batch: int
+    url: str
+    since_ms: int  #: by the wall clock
 
 
 class ParticipantMarker(NamedTuple):
@@ -237,6 +247,7 @@ class JoinTransaction:
 class CommitParticipants:
     """A driver commits the named participants of a batch (X7).
 
+    With `evidence` in the request: the table of a prepared batch has it (X11).
     `image`: as for `EndTransaction`.
     Reply: `CommitParticipantsReply`, once the decision is committed.  Raises what `JoinTransaction`
     raises, and `CoordinatorLoading`.
@@ -247,9 +258,22 @@ class CommitParticipants:
 
 
 @dataclass(slots=True, frozen=True)
+class PrepareParticipants:
+    """A driver prepares the named participants of a batch; a Delta table decides its end (X11).
+
+    `image`: as for `EndTransaction`.
+    Reply: `PrepareParticipantsReply`.  Raises what `CommitParticipants` raises.
+    """
+
+    request: wire.PrepareParticipantsRequest
+    image: MetadataImage
+
+
+@dataclass(slots=True, frozen=True)
 class AbortParticipants:
     """A driver aborts the open batch of its run; anything else changes nothing.
 
+    With `evidence` in the request: the table of a prepared batch does not have it (X11).
     Reply: `AbortParticipantsReply`.
     """
 
@@ -336,8 +360,8 @@ class Resume:
     """After a replay: what the shell must take up again.
 
     Reply: a tuple of `TransactionBegan` and `TransactionPrepared`, sorted by transactional id, and
-    of `BatchBegan` and `BatchPrepared`, sorted by job.  A host replays when a leader takes office,
-    and after a failed write (runtime/replayed_host H4).
+    of `BatchBegan`, `BatchAwaits` and `BatchPrepared`, sorted by job.  A host replays when a leader
+    takes office, and after a failed write (runtime/replayed_host H4).
     """
 
 
@@ -356,6 +380,7 @@ Command = (
     | MarkersWritten
     | JoinTransaction
     | CommitParticipants
+    | PrepareParticipants
     | AbortParticipants
     | ExpireBatches
     | BatchMarked

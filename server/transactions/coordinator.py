@@ -40,11 +40,12 @@ from pk.server.runtime.replayed_host import ReplayedHost
 from pk.server.transactions import commands, records
 from pk.server.transactions.machine import TransactionCoordinator
 from pk.server.transactions.marker_sender import Ending, TransactionMarkerSender
+from pk.server.transactions.participants.awaited_batches import AwaitedBatches
 from pk.server.transactions.participants.leases import Leases
 from pk.server.transactions.state import ProducerPair
 from pk.server.transactions.verifier import coordinator_of
 from pk.tasks import TaskRegistry
-from pk.transactional_ids import PARTITIONS, TOPIC, partition_of_id, producer_id
+from pk.transactional_ids import PARTITIONS, TOPIC, FoundBy, partition_of_id, producer_id
 from pk.types import NONE, Epoch, PartitionKey, ProducerId
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -71,6 +72,7 @@ class _Hosted:
         host: ReplayedHost[Any, Any],
         log: PartitionReplayLog[records.TransactionLogRecord],
         leases: Leases,
+        awaited: AwaitedBatches,
     ) -> None:
         self.number = rules.partition
         self._rules = rules
@@ -82,6 +84,7 @@ class _Hosted:
         self.deadlines: dict[str, commands.TransactionBegan] = {}
         self.endings: dict[str, Ending] = {}
         self.leases = leases
+        self.awaited = awaited
         #: by id and pair: the monotonic time at which `late` first saw the transaction
         self._seen_ms: dict[tuple[str, ProducerId, int], int] = {}
         self.forget_at_ms = 0  #: when ids without a transaction are looked for next
@@ -195,7 +198,8 @@ class TransactionCoordinators:
             unavailable=errors.NotCoordinator,
         )
         leases = Leases(server["participant_lease_ms"], server["participant_transaction_max_ms"])
-        hosted = self._hosted[number] = _Hosted(rules, epoch, host, log, leases)
+        awaited = AwaitedBatches(server["prepared_max_ms"])
+        hosted = self._hosted[number] = _Hosted(rules, epoch, host, log, leases, awaited)
         return hosted
 
     async def _load(self, hosted: _Hosted) -> None:
@@ -224,6 +228,7 @@ class TransactionCoordinators:
         hosted.deadlines.clear()  # effects of commands behind this one may fill it already
         hosted.endings.clear()
         hosted.leases.clear()
+        hosted.awaited.clear()
         try:
             found = await hosted.host.ask(commands.Resume())
         except errors.PkError:
@@ -234,6 +239,8 @@ class TransactionCoordinators:
                 hosted.deadlines.setdefault(each.transactional_id, each)
             elif isinstance(each, commands.BatchBegan):
                 hosted.leases.began(each, self._env.now_ms)
+            elif isinstance(each, commands.BatchAwaits):
+                hosted.awaited.began(each, self._env.now_ms)
             elif each.transactional_id not in hosted.endings:
                 self._deliver(hosted, each)
 
@@ -250,6 +257,9 @@ class TransactionCoordinators:
                 hosted.deadlines[event.transactional_id] = event
             elif effect.name == commands.BATCH_BEGAN:
                 hosted.leases.began(event, self._env.now_ms)
+            elif effect.name == commands.BATCH_AWAITS:
+                hosted.leases.ended(event.job, event.transaction)
+                hosted.awaited.began(event, self._env.now_ms)
             elif effect.name == commands.PREPARED:
                 self._decided(hosted, event)
                 self._deliver(hosted, event)
@@ -260,6 +270,7 @@ class TransactionCoordinators:
     def _decided(self, hosted: _Hosted, event: Any) -> None:
         if isinstance(event, commands.BatchPrepared | commands.BatchEnded):
             hosted.leases.ended(event.job, event.transaction)
+            hosted.awaited.ended(event.job, event.transaction)
         else:
             hosted.deadlines.pop(event.transactional_id, None)
 
@@ -309,6 +320,9 @@ class TransactionCoordinators:
     async def _ticks(self) -> None:
         while True:
             await self._env.clock.sleep_ms(TICK_MS)
+            self._env.metrics.awaited_batches.set(
+                sum(len(each.awaited) for each in self._hosted.values())
+            )
             for hosted in list(self._hosted.values()):
                 name = (hosted.number, hosted.epoch)
                 if not hosted.loading and name not in self._tasks:  # N7
@@ -326,6 +340,7 @@ class TransactionCoordinators:
         if now_ms is None or not self._contact.in_contact():
             return
         late = hosted.late(now_ms, self._env.now_ms)
+        self._report_awaited(hosted, now_ms)
         try:
             if late:
                 timed_out = tuple(
@@ -364,6 +379,18 @@ class TransactionCoordinators:
             hosted.leases.ended(job, transaction)
         jobs = [job for job, _ in late]
         self._env.warn("participants_timed_out", jobs=jobs[:20], count=len(jobs))
+
+    def _report_awaited(self, hosted: _Hosted, wall_ms: int) -> None:
+        """Log the prepared batches that wait for their tables for longer than prepared_max_ms."""
+        for each in hosted.awaited.late(wall_ms, self._env.now_ms):
+            self._env.warn(
+                "batch_awaits_table",
+                job=each.job,
+                batch=each.batch,
+                table=each.url,
+                waiting_ms=wall_ms - each.since_ms,
+                advice=f"start its query again, or use pk transactions resolve {each.job}",
+            )
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -470,6 +497,16 @@ class TransactionCoordinators:
         hosted = self._serving(partition_of_id(request.batch.job))
         command = commands.CommitParticipants(request, self._metadata.image)
         reply: wire.CommitParticipantsReply = await self._ask(hosted, command)
+        self._report_resolved(request.batch, request.evidence, "committed", reply.warning)
+        return reply
+
+    async def prepare_participants(
+        self, request: wire.PrepareParticipantsRequest
+    ) -> wire.PrepareParticipantsReply:
+        """Prepare the participants of a batch, whose end a Delta table decides (X11)."""
+        hosted = self._serving(partition_of_id(request.batch.job))
+        command = commands.PrepareParticipants(request, self._metadata.image)
+        reply: wire.PrepareParticipantsReply = await self._ask(hosted, command)
         return reply
 
     async def abort_participants(
@@ -480,7 +517,24 @@ class TransactionCoordinators:
         reply: wire.AbortParticipantsReply = await self._ask(
             hosted, commands.AbortParticipants(request)
         )
+        ended = "committed" if reply.committed else "aborted"
+        self._report_resolved(request.batch, request.evidence, ended)
         return reply
+
+    def _report_resolved(
+        self, batch: wire.JobBatch, evidence: wire.TableEvidence, ended: str, warning: str = ""
+    ) -> None:
+        """Log how a prepared batch ended, unless its own driver ended it without a warning."""
+        if warning or evidence.found_by in (FoundBy.RESOLVER, FoundBy.OPERATOR):
+            self._env.warn(
+                "prepared_batch_resolved",
+                job=batch.job,
+                batch=batch.batch,
+                table=evidence.table.url,
+                ended=ended,
+                by=FoundBy(evidence.found_by or FoundBy.DRIVER).name.lower(),
+                warning=warning,
+            )
 
     async def abort(self, request: wire.AbortTransactionRequest) -> wire.AbortTransactionReply:
         """Abort a transaction as an operator asks."""

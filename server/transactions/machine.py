@@ -24,7 +24,7 @@ from pk.server.transactions import commands, endings, producers, queries
 from pk.server.transactions.commands import Command, TransactionRules
 from pk.server.transactions.ids import Out, TransactionalIds, began_event, decision
 from pk.server.transactions.participants import endings as participant_endings
-from pk.server.transactions.participants import joins
+from pk.server.transactions.participants import joins, preparations
 from pk.server.transactions.participants.jobs import Jobs
 from pk.server.transactions.participants.records import job_record
 from pk.server.transactions.questions import Questions
@@ -46,6 +46,24 @@ def abort(ids: TransactionalIds, command: commands.AbortTransaction, now_ms: int
     """Abort the transaction of a producer or of a job for an operator."""
     job = command.request.transactional_id in ids.jobs.items()
     decide = participant_endings.abort_for_operator if job else endings.abort
+    return decide(ids, command, now_ms)
+
+
+def commit_participants(
+    ids: TransactionalIds, command: commands.CommitParticipants, now_ms: int
+) -> Out:
+    """Commit the batch of a job, open or prepared."""
+    prepared = command.request.HasField("evidence")
+    decide = preparations.commit_by_evidence if prepared else participant_endings.commit
+    return decide(ids, command, now_ms)
+
+
+def abort_participants(
+    ids: TransactionalIds, command: commands.AbortParticipants, now_ms: int
+) -> Out:
+    """Abort the batch of a job, open or prepared."""
+    prepared = command.request.HasField("evidence")
+    decide = preparations.abort_by_evidence if prepared else participant_endings.abort
     return decide(ids, command, now_ms)
 
 
@@ -81,8 +99,9 @@ _DECISIONS: Mapping[type, Callable[[TransactionalIds, Any, int], Out]] = {
     commands.ExpireTransactions: endings.expire,
     commands.MarkersWritten: endings.markers_written,
     commands.JoinTransaction: joins.join,
-    commands.CommitParticipants: participant_endings.commit,
-    commands.AbortParticipants: participant_endings.abort,
+    commands.CommitParticipants: commit_participants,
+    commands.PrepareParticipants: preparations.prepare,
+    commands.AbortParticipants: abort_participants,
     commands.ExpireBatches: participant_endings.expire,
     commands.BatchMarked: participant_endings.markers_written,
     commands.AbortTransaction: abort,

@@ -15,7 +15,8 @@ from pk.server.transactions.ids import (
     prepared_event,
 )
 from pk.server.transactions.participants import events as job_events
-from pk.server.transactions.participants.state import Job
+from pk.server.transactions.participants.records import table_to_wire
+from pk.server.transactions.participants.state import AWAITING_TABLE, Job
 from pk.server.transactions.records import forgotten
 from pk.server.transactions.state import Phase, TransactionMetadata, TransactionState
 from pk.types import NONE, ProducerId
@@ -29,7 +30,7 @@ def forget(ids: TransactionalIds, command: commands.ForgetTransaction, now_ms: i
     known: TransactionMetadata | Job = ids.jobs.items().get(name) or ids.known(name)
     if known.state.phase is not Phase.IDLE:
         raise errors.InvalidTxnState(
-            f"{name!r} is {known.state.label}: abort its transaction, and wait until it is complete"
+            f"{name!r} is {known.label}: abort its transaction, and wait until it is complete"
         )
     if isinstance(known, Job):
         return Decision(ids.jobs.forgotten(name), wire.ForgetTransactionReply())
@@ -87,7 +88,7 @@ def _described(ids: TransactionalIds, transactional_id: str) -> wire.Transaction
 
 
 def _describe_job(ids: TransactionalIds, known: Job, found: wire.TransactionDescription) -> None:
-    found.state, found.producer_id, found.producer_epoch = known.state.label, NONE, NONE
+    found.state, found.producer_id, found.producer_epoch = known.label, NONE, NONE
     found.started_ms, found.reason = known.started_ms, known.reason
     for key in known.partitions:
         found.partitions.add(topic_id=key.topic_id, partition=key.partition)
@@ -108,6 +109,14 @@ def _describe_job(ids: TransactionalIds, known: Job, found: wire.TransactionDesc
             ],
         )
     )
+    if known.awaited is not None:
+        found.job.awaited.CopyFrom(
+            wire.AwaitedTable(
+                table=table_to_wire(known.awaited.table),
+                transaction=known.transaction,
+                since_ms=known.awaited.since_ms,
+            )
+        )
 
 
 def list_transactions(
@@ -119,7 +128,7 @@ def list_transactions(
     for each of them that it owns.
     """
     request = command.request
-    labels = {each.label for each in TransactionState}
+    labels = {*(each.label for each in TransactionState), AWAITING_TABLE}
     unknown = [name for name in request.states if name not in labels]
     if unknown:
         raise errors.InvalidRequest(
@@ -135,11 +144,11 @@ def list_transactions(
         wire.TransactionListing(
             transactional_id=name,
             producer_id=producer_id,
-            state=known.state.label,
+            state=known.label,
             job=isinstance(known, Job),
         )
         for name, producer_id, known in sorted(rows, key=lambda row: row[:2])
-        if (not request.states or known.state.label in request.states)
+        if (not request.states or known.label in request.states)
         and (
             request.open_longer_ms <= 0
             or (
@@ -170,7 +179,9 @@ def resume(ids: TransactionalIds, command: commands.Resume, now_ms: int) -> Out:
         if known.state.phase is not Phase.IDLE
     ]
     for _, job in sorted(ids.jobs.items().items()):
-        if job.state.phase is Phase.ONGOING:
+        if job.awaited is not None:
+            found.append(job_events.awaits_event(job))
+        elif job.open:
             found.append(job_events.began_event(job))
         elif job.state.phase is Phase.PREPARED:
             found.append(job_events.prepared_event(ids, job))

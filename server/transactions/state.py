@@ -134,6 +134,11 @@ class TransactionMetadata:
         return PairRelation.PREVIOUS if pair == self.previous else PairRelation.OTHER
 
     @property
+    def label(self) -> str:
+        """The name of the state, for operators."""
+        return self.state.label
+
+    @property
     def marker_epoch(self) -> int:
         """The epoch of the prepared transaction's markers."""
         return self.current.epoch + 1

@@ -50,6 +50,8 @@ TRANSACTION_PARTITIONS_MAX = 10_000
 PARTICIPANTS_MAX = 5_000
 #: Bytes (utf-8) of the longest query id or run id of a job.
 JOB_NAME_BYTES_MAX = 249
+#: Bytes (utf-8) of the longest URL of a table that decides a batch.
+TABLE_URL_BYTES_MAX = 2_048
 #: Requests in flight per (producer, partition) that idempotence can keep in order.
 IN_FLIGHT_MAX = 5
 #: Largest number of transactional ids that a request may name.

@@ -337,6 +337,9 @@ SERVER = Options(
         Option("participant_transaction_max_ms", int, 900_000,
                "a transaction of many producers is aborted after this time", "ms", 1_000,
                INT32_MAX),
+        Option("prepared_max_ms", int, 900_000,
+               "a batch of log and Delta table that is prepared for longer is reported", "ms",
+               1_000, INT32_MAX),
         Option("inbound_bytes_max", int, 512 * MIB,
                "memory of a process for all frames that arrive from its peers; at least twice "
                "the 16 KiB that each connection has of its own", "bytes", 16 * MIB),

@@ -18,6 +18,8 @@ Invariants
 
 from __future__ import annotations
 
+import enum
+
 from crc32c import crc32c
 
 from pk import errors
@@ -29,6 +31,14 @@ PARTITIONS = 16
 #: The smallest producer id of transactions.
 TRANSACTIONAL = 1 << 62
 _PARTITION_BITS, _EPOCH_BITS, _NUMBER_BITS = 12, 26, 24
+
+
+class FoundBy(enum.IntEnum):
+    """Who read the table of a prepared batch: `TableEvidence.found_by` (X11)."""
+
+    DRIVER = 1
+    RESOLVER = 2
+    OPERATOR = 3
 
 
 def partition_of_id(transactional_id: str) -> int:

@@ -23,12 +23,14 @@ class BatchCheck(NamedTuple):
     """The job of a request, in the run of the request.
 
     `sums`: of the batch, if it is committed already; else None.
-    `open`: whether the open transaction is that of the request.
+    `open`: whether the open transaction is that of the request, and tasks write.
+    `awaiting`: whether it is that of the request, and its participants are prepared (X11).
     """
 
     known: Job
     sums: BatchSums | None = None
     open: bool = False
+    awaiting: bool = False
 
 
 def checked(ids: TransactionalIds, asked: wire.JobBatch, now_ms: int) -> BatchCheck | Out:
@@ -68,6 +70,8 @@ def checked(ids: TransactionalIds, asked: wire.JobBatch, now_ms: int) -> BatchCh
     if known.state.phase is Phase.PREPARED:
         raise still_ending(known)
     if known.state.phase is Phase.ONGOING:
+        if newer and known.awaited is not None:
+            raise errors.ConcurrentTransactions(awaits_table(known))
         if newer:
             ending = state.prepared(
                 state.in_run(known, asked.run, now_ms), now_ms, commit=False, reason=state.NEWER_RUN
@@ -77,10 +81,21 @@ def checked(ids: TransactionalIds, asked: wire.JobBatch, now_ms: int) -> BatchCh
             raise errors.InvalidTxnState(
                 f"{known.name} is open in run {known.run}: batch {asked.batch} comes after its end"
             )
-        return BatchCheck(known, open=True)
+        return BatchCheck(known, open=known.open, awaiting=not known.open)
     if (known.opened_by, known.batch) == (asked.run, asked.batch):
         raise ended(known)
     return BatchCheck(state.in_run(known, asked.run, now_ms))
+
+
+def awaits_table(known: Job) -> str:
+    """Return why a request has to wait for the table of a prepared batch."""
+    assert known.awaited is not None
+    table = known.awaited.table
+    return (
+        f"{known.name} waits for {table}, which decides it: it commits if the table has version "
+        f"{table.version} of the application id {table.app!r}, else it aborts.  Its driver decides "
+        f"when it returns; an operator decides with pk transactions resolve {known.job}"
+    )
 
 
 def ended(known: Job) -> errors.TransactionAborted:

@@ -11,6 +11,8 @@ Invariants
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pk import errors
 from pk.effects import Decision, Effect, Publish
 from pk.server.transactions import commands
@@ -18,7 +20,12 @@ from pk.server.transactions import state as plain
 from pk.server.transactions.endings import unclean_election
 from pk.server.transactions.ids import Out, TransactionalIds
 from pk.server.transactions.participants import records, state
-from pk.server.transactions.participants.conditions import BatchCheck, checked, ended
+from pk.server.transactions.participants.conditions import (
+    BatchCheck,
+    awaits_table,
+    checked,
+    ended,
+)
 from pk.server.transactions.participants.events import (
     changed,
     preparation,
@@ -27,7 +34,7 @@ from pk.server.transactions.participants.events import (
 )
 from pk.server.transactions.participants.state import HISTORY_MAX, BatchSums, Job
 from pk.server.transactions.records import BATCH, TransactionLogRecord
-from pk.server.transactions.state import Phase, TransactionState
+from pk.server.transactions.state import Phase
 from pk.types import ProducerId
 from pk.wire import pk_pb2 as wire
 
@@ -41,29 +48,31 @@ def commit(ids: TransactionalIds, command: commands.CommitParticipants, now_ms: 
     if isinstance(found, Decision):
         return found
     if found.sums is not None:
-        _check_same(found, sums, request)
+        check_same(found, sums, request)
         reply = wire.CommitParticipantsReply(
             already_committed=True, sums=records.sums_to_wire(found.sums)
         )
         return Decision(changed(before, found.known), reply)
+    if found.awaiting:
+        raise errors.InvalidTxnState(f"a commit needs evidence: {awaits_table(found.known)}")
     if not found.open:
         return _commit_empty(ids, found.known, request, sums, now_ms)
     known = found.known
-    named = _named(ids, known, request)
+    named = named_by(ids, known, request.participants)
     reason = unclean_election(known, command.image)
     if reason:
         ending = state.prepared(known, now_ms, commit=False, reason=reason)
         return preparation(ids, ended(ending), ending)
     ending = state.prepared(known, now_ms, named=named, commit=True)
-    return preparation(ids, wire.CommitParticipantsReply(), ending, _remembered(ids, ending, sums))
+    return preparation(ids, wire.CommitParticipantsReply(), ending, remembered(ids, ending, sums))
 
 
-def _named(
-    ids: TransactionalIds, known: Job, request: wire.CommitParticipantsRequest
+def named_by(
+    ids: TransactionalIds, known: Job, named: Sequence[wire.Participant]
 ) -> set[ProducerId]:
     """Return the named producer ids; each must be part of the open transaction (X7)."""
     pool = ids.jobs.participants(known.job)
-    for each in request.participants:
+    for each in named:
         participant = pool.get(each.producer_id)
         if (
             participant is None
@@ -74,7 +83,7 @@ def _named(
                 f"({each.producer_id}, {each.producer_epoch}) is not part of {known.name}, so "
                 "nothing was committed: abort the batch and write it again"
             )
-    return {each.producer_id for each in request.participants}
+    return {each.producer_id for each in named}
 
 
 def _commit_empty(
@@ -91,11 +100,11 @@ def _commit_empty(
             "be committed: its coordinator aborted it, or they joined another batch"
         )
     after = state.recorded(known, request.batch.batch, now_ms)
-    written = [records.job_record(after), *_remembered(ids, after, sums)]
+    written = [records.job_record(after), *remembered(ids, after, sums)]
     return Decision(written, wire.CommitParticipantsReply())
 
 
-def _remembered(ids: TransactionalIds, known: Job, sums: BatchSums) -> list[TransactionLogRecord]:
+def remembered(ids: TransactionalIds, known: Job, sums: BatchSums) -> list[TransactionLogRecord]:
     """Return the records that add the job's batch to the history, and drop the oldest ones."""
     kept = sorted(ids.jobs.history(known.job))
     surplus = kept[: max(0, len(kept) + 1 - HISTORY_MAX)]
@@ -105,8 +114,10 @@ def _remembered(ids: TransactionalIds, known: Job, sums: BatchSums) -> list[Tran
     ]
 
 
-def _check_same(
-    found: BatchCheck, sums: BatchSums, request: wire.CommitParticipantsRequest
+def check_same(
+    found: BatchCheck,
+    sums: BatchSums,
+    request: wire.CommitParticipantsRequest | wire.PrepareParticipantsRequest,
 ) -> None:
     """Raise `ReplayDiffers` unless the sums are those of the history (N3)."""
     assert found.sums is not None
@@ -135,7 +146,7 @@ def _check_same(
 
 
 def abort(ids: TransactionalIds, command: commands.AbortParticipants, now_ms: int) -> Out:
-    """Abort the open batch of a run; a committed batch stays committed."""
+    """Abort the open batch of a run; a committed and a prepared batch stay what they are."""
     asked = command.request.batch
     known = ids.find_job(asked.job)
     if known is None or known.query != asked.query:
@@ -143,7 +154,7 @@ def abort(ids: TransactionalIds, command: commands.AbortParticipants, now_ms: in
     if asked.batch in ids.jobs.history(asked.job):
         return Decision([], wire.AbortParticipantsReply(committed=True))
     ours = known.run == asked.run and known.batch == asked.batch
-    if not ours or known.state is not TransactionState.ONGOING:
+    if not ours or not known.open:
         return Decision([], wire.AbortParticipantsReply())
     ending = state.prepared(known, now_ms, commit=False)
     return preparation(ids, wire.AbortParticipantsReply(), ending)
@@ -161,6 +172,8 @@ def abort_for_operator(
         raise errors.InvalidTxnState(
             f"{name!r} is {known.state.label}: it has no transaction to abort"
         )
+    if known.awaited is not None:
+        raise errors.InvalidTxnState(f"no abort without evidence: {awaits_table(known)}")
     ending = state.prepared(known, now_ms, commit=False, reason=plain.BY_OPERATOR)
     return preparation(ids, wire.AbortTransactionReply(), ending)
 
@@ -171,11 +184,7 @@ def expire(ids: TransactionalIds, command: commands.ExpireBatches, now_ms: int) 
     effects: list[Effect] = []
     for job, transaction in command.batches:
         known = ids.jobs.items().get(job)
-        if (
-            known is None
-            or known.transaction != transaction
-            or known.state is not TransactionState.ONGOING
-        ):
+        if known is None or known.transaction != transaction or not known.open:
             continue
         ending = state.prepared(known, now_ms, commit=False, reason=plain.TIMED_OUT)
         out.append(records.job_record(ending))

@@ -23,6 +23,14 @@ def began_event(known: Job) -> commands.BatchBegan:
     return commands.BatchBegan(known.job, known.transaction, known.started_ms)
 
 
+def awaits_event(known: Job) -> commands.BatchAwaits:
+    """Return the event of a job whose batch a table decides."""
+    assert known.awaited is not None
+    return commands.BatchAwaits(
+        known.job, known.transaction, known.batch, known.awaited.table.url, known.awaited.since_ms
+    )
+
+
 def preparation(
     ids: TransactionalIds,
     reply: object,

@@ -15,7 +15,7 @@ from pk.server.metadata.image import MetadataImage
 from pk.server.transactions import commands
 from pk.server.transactions.ids import Out, TransactionalIds
 from pk.server.transactions.participants import records, state
-from pk.server.transactions.participants.conditions import BatchCheck, checked
+from pk.server.transactions.participants.conditions import BatchCheck, awaits_table, checked
 from pk.server.transactions.participants.events import began_event, changed
 from pk.server.transactions.participants.state import Job, Participant
 from pk.types import NONE, Epoch, PartitionKey, ProducerId
@@ -37,6 +37,8 @@ def join(ids: TransactionalIds, command: commands.JoinTransaction, now_ms: int) 
             sums=records.sums_to_wire(found.sums),
         )
         return Decision(changed(before, found.known), reply)
+    if found.awaiting:
+        raise errors.InvalidTxnState(f"no task joins any more: {awaits_table(found.known)}")
     added = _partitions_of_topics(request, command.image)
     known = _with_partitions(found, request, added, now_ms)
     pair = _free(ids, known, command.fresh_id)

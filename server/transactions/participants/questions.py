@@ -28,7 +28,7 @@ def registered(
     Raises `InvalidProducerEpoch` for a pair that is not part of the open transaction.
     """
     part = known.joined(participant) and participant.epoch == pair.epoch
-    if not part or known.state.phase is not Phase.ONGOING:
+    if not part or not known.open:
         raise errors.InvalidProducerEpoch(
             f"{pair} is not part of an open transaction of {known.job!r}: its batch was ended"
         )

@@ -18,7 +18,13 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from pk import errors
-from pk.server.transactions.participants.state import BatchSums, Job, Participant
+from pk.server.transactions.participants.state import (
+    Awaited,
+    BatchSums,
+    Job,
+    Participant,
+    PreparedTable,
+)
 from pk.server.transactions.records import (
     BATCH,
     KEY_VERSION,
@@ -85,6 +91,14 @@ def job_record(known: Job) -> TransactionLogRecord:
         reason=known.reason,
         metadata_offset=known.metadata_offset,
     )
+    if known.awaited is not None:
+        body.awaited.CopyFrom(
+            wire.AwaitedTableRecord(
+                table=table_to_wire(known.awaited.table),
+                since_ms=known.awaited.since_ms,
+                sums=sums_to_wire(known.awaited.sums),
+            )
+        )
     return TransactionLogRecord(encode_key(known.job), wire.TransactionRecord(job=body))
 
 
@@ -116,7 +130,12 @@ def job_of(name: str, body: wire.JobRecord) -> Job:
         body.updated_ms,
         body.reason,
         body.metadata_offset,
+        _awaited_of(body.awaited) if body.HasField("awaited") else None,
     )
+
+
+def _awaited_of(body: wire.AwaitedTableRecord) -> Awaited:
+    return Awaited(table_of(body.table), body.since_ms, sums_of(body.sums))
 
 
 def participant_record(
@@ -146,6 +165,18 @@ def batch_record(job: str, batch: int, sums: BatchSums) -> TransactionLogRecord:
 def removed(kind: int, job: str, number: int) -> TransactionLogRecord:
     """Return the record that removes a participant or a batch of the history."""
     return TransactionLogRecord(member_key(kind, job, number), None)
+
+
+def table_to_wire(table: PreparedTable) -> wire.PreparedTable:
+    """Return the table of a prepared batch as a message."""
+    return wire.PreparedTable(
+        url=table.url, table_id=table.table_id, app=table.app, version=table.version
+    )
+
+
+def table_of(body: wire.PreparedTable) -> PreparedTable:
+    """Return the table of a message."""
+    return PreparedTable(body.url, body.table_id, body.app, body.version)
 
 
 def sums_to_wire(sums: BatchSums) -> list[wire.TopicSums]:

@@ -1,7 +1,8 @@
 """The state of one job: the transactional id of a transaction with many producers (X5, X8, X9).
 
 A job has one transaction at a time, the batch that a run of its query executes.  Its states and
-steps are those of a plain transactional id (transactions/state.py).
+steps are those of a plain transactional id (transactions/state.py).  An ONGOING job whose
+participants are prepared has `awaited`: a Delta table decides its batch (X11).
 
 A `Job` is immutable.  Each step returns another one, and asserts that `STEPS` has it.
 
@@ -12,6 +13,8 @@ Invariants
   J3  A participant's epoch grows with each join.  The marker that ends it has the next epoch, and
       the next join of its producer id has the same epoch (X1).
   J4  `last_committed` never goes back.  It is at least every batch of the history.
+  J5  Only an ONGOING job has `awaited`.  From then on, `named` has the participants that commit if
+      the table has the batch, and no task joins.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ HISTORY_MAX = 100
 #: Reasons of aborts that the driver did not ask for; timeouts and operators have those of
 #: transactions/state.py.
 NEWER_RUN = "a newer run of the query began"
+#: The name of the state of a job whose batch a table decides.
+AWAITING_TABLE = "AwaitingTable"
 
 
 class Participant(NamedTuple):
@@ -42,6 +47,26 @@ class Participant(NamedTuple):
 
 #: By topic id; topics without rows are left out.
 BatchSums = Mapping[str, RowSums]
+
+
+class PreparedTable(NamedTuple):
+    """The Delta table that decides a batch: it commits if the table gets txn(app, version)."""
+
+    url: str
+    table_id: str  #: Delta's id of the table; another id at the URL is another table
+    app: str
+    version: int
+
+    def __str__(self) -> str:
+        return f"the table {self.url}"
+
+
+class Awaited(NamedTuple):
+    """The prepared batch of a job."""
+
+    table: PreparedTable
+    since_ms: int  #: when it was prepared, by the wall clock
+    sums: BatchSums
 
 
 @dataclass(slots=True, frozen=True)
@@ -59,12 +84,14 @@ class Job:
     opened_by: str = ""  #: the run that opened it
     #: The registered partitions, sorted, each with its unclean epoch at registration (R3).
     partitions: Mapping[PartitionKey, Epoch] = field(default_factory=dict)
-    named: frozenset[ProducerId] = frozenset()  #: committed by the prepared or the last transaction
+    #: Committed by the prepared or the last transaction; if `awaited`, by the table's decision.
+    named: frozenset[ProducerId] = frozenset()
     last_committed: int = NONE
     started_ms: int = 0  #: when the open transaction began, by the wall clock
     updated_ms: int = 0
     reason: str = ""  #: why the coordinator aborted; "" = the driver asked
     metadata_offset: Offset = 0  #: the highest that an asker of its partitions had applied
+    awaited: Awaited | None = None  #: (J5)
 
     def joined(self, participant: Participant) -> bool:
         """Return whether a participant is part of the open transaction (J2)."""
@@ -72,8 +99,13 @@ class Job:
 
     @property
     def open(self) -> bool:
-        """Return whether the transaction is open: tasks write, and no decision is taken."""
-        return self.state is TransactionState.ONGOING
+        """Return whether tasks write: no decision is taken, and no table is to take it."""
+        return self.state is TransactionState.ONGOING and self.awaited is None
+
+    @property
+    def label(self) -> str:
+        """The name of the state, for operators."""
+        return self.state.label if self.awaited is None else AWAITING_TABLE
 
     @property
     def name(self) -> str:
@@ -130,6 +162,19 @@ def registered(
     )
 
 
+def awaiting(
+    known: Job, named: Iterable[ProducerId], sums: BatchSums, table: PreparedTable, now_ms: int
+) -> Job:
+    """Return the open job with its participants prepared: `table` decides whether they commit."""
+    return _step(
+        known,
+        TransactionState.ONGOING,
+        named=frozenset(named),
+        awaited=Awaited(table, now_ms, sums),
+        updated_ms=now_ms,
+    )
+
+
 def prepared(
     known: Job, now_ms: int, *, named: Iterable[ProducerId] = (), commit: bool, reason: str = ""
 ) -> Job:
@@ -138,6 +183,7 @@ def prepared(
         known,
         TransactionState.PREPARE_COMMIT if commit else TransactionState.PREPARE_ABORT,
         named=frozenset(named),
+        awaited=None,
         last_committed=known.batch if commit else known.last_committed,
         updated_ms=now_ms,
         reason=reason,

@@ -50,8 +50,8 @@ def list_transactions(
         list[str] | None,
         typer.Option(
             "--state",
-            help="Empty, Ongoing, PrepareCommit, PrepareAbort, CompleteCommit or CompleteAbort; "
-            "repeatable",
+            help="Empty, Ongoing, AwaitingTable, PrepareCommit, PrepareAbort, CompleteCommit or "
+            "CompleteAbort; repeatable",
         ),
     ] = None,
     producer_id: Annotated[
@@ -189,6 +189,11 @@ def _job_rows(job: JobDescription, *, is_open: bool) -> list[tuple[str, Any]]:
     ]
     if is_open:
         rows.append(("participants", len(job.participants)))
+    if job.awaited is not None:
+        table = job.awaited
+        rows.append(("waits for table", f"{table.url} (id {table.table_id})"))
+        rows.append(("commits if it has", f"version {table.version} of application {table.app!r}"))
+        rows.append(("waits since", _time(table.since_ms)))
     return rows
 
 
@@ -227,6 +232,35 @@ def abort(
         say({"aborted": transactional_id})
     else:
         typer.echo(f"the transaction of {transactional_id} is aborted")
+
+
+@app.command()
+def resolve(
+    transactional_id: IdArgument,
+    commit: Annotated[
+        bool | None,
+        typer.Option(
+            "--commit/--abort", help="the table has the batch / the table does not have it"
+        ),
+    ] = None,
+    bootstrap: BootstrapOption = DEFAULT_BOOTSTRAP,
+    timeout_ms: TimeoutMs = 60_000,
+    as_json: AsJson = False,
+) -> None:
+    """End the batch of a job that waits for a Delta table, as you found the table.
+
+    `pk transactions describe` names the table and the version that it has if the batch is in it.
+    With the wrong answer, topics and table differ.
+    """
+    if commit is None:
+        raise typer.BadParameter("say what the table has: --commit or --abort")
+    with quiet_end(), _admin(bootstrap) as admin:
+        admin.resolve_transaction(transactional_id, commit=commit, timeout_s=timeout_ms / 1000)
+    ended = "committed" if commit else "aborted"
+    if as_json:
+        say({"resolved": transactional_id, "ended": ended})
+    else:
+        typer.echo(f"the batch of {transactional_id} is {ended}")
 
 
 @app.command()

@@ -190,6 +190,8 @@ class Head(_message.Message):
     WRITE_TXN_MARKERS_REPLY_FIELD_NUMBER: _builtins.int
     ABORT_PARTICIPANTS_FIELD_NUMBER: _builtins.int
     ABORT_PARTICIPANTS_REPLY_FIELD_NUMBER: _builtins.int
+    PREPARE_PARTICIPANTS_FIELD_NUMBER: _builtins.int
+    PREPARE_PARTICIPANTS_REPLY_FIELD_NUMBER: _builtins.int
     CREATE_INTERNAL_TOPIC_FIELD_NUMBER: _builtins.int
     CREATE_INTERNAL_TOPIC_REPLY_FIELD_NUMBER: _builtins.int
     correlation_id: _builtins.int
@@ -447,6 +449,10 @@ class Head(_message.Message):
     @_builtins.property
     def abort_participants_reply(self) -> Global___AbortParticipantsReply: ...
     @_builtins.property
+    def prepare_participants(self) -> Global___PrepareParticipantsRequest: ...
+    @_builtins.property
+    def prepare_participants_reply(self) -> Global___PrepareParticipantsReply: ...
+    @_builtins.property
     def create_internal_topic(self) -> Global___CreateInternalTopicRequest:
         """broker -> controller"""
 
@@ -574,14 +580,16 @@ class Head(_message.Message):
         write_txn_markers_reply: Global___WriteTxnMarkersReply | None = ...,
         abort_participants: Global___AbortParticipantsRequest | None = ...,
         abort_participants_reply: Global___AbortParticipantsReply | None = ...,
+        prepare_participants: Global___PrepareParticipantsRequest | None = ...,
+        prepare_participants_reply: Global___PrepareParticipantsReply | None = ...,
         create_internal_topic: Global___CreateInternalTopicRequest | None = ...,
         create_internal_topic_reply: Global___CreateInternalTopicReply | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_participants", b"abort_participants", "abort_participants_reply", b"abort_participants_reply", "abort_transaction", b"abort_transaction", "abort_transaction_reply", b"abort_transaction_reply", "add_partitions_to_txn", b"add_partitions_to_txn", "add_partitions_to_txn_reply", b"add_partitions_to_txn_reply", "add_voter", b"add_voter", "allocate_producer_ids", b"allocate_producer_ids", "allocate_producer_ids_reply", b"allocate_producer_ids_reply", "alter_configs", b"alter_configs", "alter_configs_reply", b"alter_configs_reply", "alter_partition", b"alter_partition", "alter_partition_reply", b"alter_partition_reply", "alter_reassignments", b"alter_reassignments", "alter_reassignments_reply", b"alter_reassignments_reply", "body", b"body", "broker_heartbeat", b"broker_heartbeat", "broker_heartbeat_reply", b"broker_heartbeat_reply", "byte_offsets", b"byte_offsets", "byte_offsets_reply", b"byte_offsets_reply", "change_voters_reply", b"change_voters_reply", "commit_participants", b"commit_participants", "commit_participants_reply", b"commit_participants_reply", "commit_to_table", b"commit_to_table", "commit_to_table_reply", b"commit_to_table_reply", "confirm_clock", b"confirm_clock", "confirm_clock_reply", b"confirm_clock_reply", "create_internal_topic", b"create_internal_topic", "create_internal_topic_reply", b"create_internal_topic_reply", "create_partitions", b"create_partitions", "create_partitions_reply", b"create_partitions_reply", "create_topics", b"create_topics", "create_topics_reply", b"create_topics_reply", "delete_records", b"delete_records", "delete_records_reply", b"delete_records_reply", "delete_topics", b"delete_topics", "delete_topics_reply", b"delete_topics_reply", "describe_cluster", b"describe_cluster", "describe_cluster_reply", b"describe_cluster_reply", "describe_configs", b"describe_configs", "describe_configs_reply", b"describe_configs_reply", "describe_partitions", b"describe_partitions", "describe_partitions_reply", b"describe_partitions_reply", "describe_producers", b"describe_producers", "describe_producers_reply", b"describe_producers_reply", "describe_quorum", b"describe_quorum", "describe_quorum_reply", b"describe_quorum_reply", "describe_tier", b"describe_tier", "describe_tier_reply", b"describe_tier_reply", "describe_transactions", b"describe_transactions", "describe_transactions_reply", b"describe_transactions_reply", "elect_leaders", b"elect_leaders", "elect_leaders_reply", b"elect_leaders_reply", "end_txn", b"end_txn", "end_txn_reply", b"end_txn_reply", "error", b"error", "fetch", b"fetch", "fetch_metadata_log", b"fetch_metadata_log", "fetch_metadata_log_reply", b"fetch_metadata_log_reply", "fetch_reply", b"fetch_reply", "fetch_snapshot", b"fetch_snapshot", "fetch_snapshot_reply", b"fetch_snapshot_reply", "find_coordinator", b"find_coordinator", "find_coordinator_reply", b"find_coordinator_reply", "forget_transaction", b"forget_transaction", "forget_transaction_reply", b"forget_transaction_reply", "hello", b"hello", "hello_reply", b"hello_reply", "init_producer_id", b"init_producer_id", "init_producer_id_reply", b"init_producer_id_reply", "join_transaction", b"join_transaction", "join_transaction_reply", b"join_transaction_reply", "list_brokers", b"list_brokers", "list_brokers_reply", b"list_brokers_reply", "list_offsets", b"list_offsets", "list_offsets_reply", b"list_offsets_reply", "list_reassignments", b"list_reassignments", "list_reassignments_reply", b"list_reassignments_reply", "list_transactions", b"list_transactions", "list_transactions_reply", b"list_transactions_reply", "metadata", b"metadata", "metadata_reply", b"metadata_reply", "participant_heartbeat", b"participant_heartbeat", "participant_heartbeat_reply", b"participant_heartbeat_reply", "produce", b"produce", "produce_reply", b"produce_reply", "quorum_begin", b"quorum_begin", "quorum_end", b"quorum_end", "quorum_fetch", b"quorum_fetch", "quorum_fetch_reply", b"quorum_fetch_reply", "quorum_heard_reply", b"quorum_heard_reply", "quorum_vote", b"quorum_vote", "quorum_vote_reply", b"quorum_vote_reply", "register_broker", b"register_broker", "register_broker_reply", b"register_broker_reply", "remove_voter", b"remove_voter", "tier_claim", b"tier_claim", "tier_claim_reply", b"tier_claim_reply", "tier_confirm", b"tier_confirm", "tier_confirm_reply", b"tier_confirm_reply", "tier_fetch", b"tier_fetch", "tier_fetch_reply", b"tier_fetch_reply", "tier_offset_for_time", b"tier_offset_for_time", "tier_offset_for_time_reply", b"tier_offset_for_time_reply", "tier_partitions", b"tier_partitions", "tier_partitions_reply", b"tier_partitions_reply", "tier_progress", b"tier_progress", "tier_progress_reply", b"tier_progress_reply", "tier_purge", b"tier_purge", "tier_purge_reply", b"tier_purge_reply", "tier_purged", b"tier_purged", "tier_purged_reply", b"tier_purged_reply", "tier_rows", b"tier_rows", "tier_rows_reply", b"tier_rows_reply", "unregister_broker", b"unregister_broker", "unregister_broker_reply", b"unregister_broker_reply", "upgrade_cluster", b"upgrade_cluster", "upgrade_cluster_reply", b"upgrade_cluster_reply", "write_txn_markers", b"write_txn_markers", "write_txn_markers_reply", b"write_txn_markers_reply"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_participants", b"abort_participants", "abort_participants_reply", b"abort_participants_reply", "abort_transaction", b"abort_transaction", "abort_transaction_reply", b"abort_transaction_reply", "add_partitions_to_txn", b"add_partitions_to_txn", "add_partitions_to_txn_reply", b"add_partitions_to_txn_reply", "add_voter", b"add_voter", "allocate_producer_ids", b"allocate_producer_ids", "allocate_producer_ids_reply", b"allocate_producer_ids_reply", "alter_configs", b"alter_configs", "alter_configs_reply", b"alter_configs_reply", "alter_partition", b"alter_partition", "alter_partition_reply", b"alter_partition_reply", "alter_reassignments", b"alter_reassignments", "alter_reassignments_reply", b"alter_reassignments_reply", "body", b"body", "broker_heartbeat", b"broker_heartbeat", "broker_heartbeat_reply", b"broker_heartbeat_reply", "byte_offsets", b"byte_offsets", "byte_offsets_reply", b"byte_offsets_reply", "change_voters_reply", b"change_voters_reply", "commit_participants", b"commit_participants", "commit_participants_reply", b"commit_participants_reply", "commit_to_table", b"commit_to_table", "commit_to_table_reply", b"commit_to_table_reply", "confirm_clock", b"confirm_clock", "confirm_clock_reply", b"confirm_clock_reply", "create_internal_topic", b"create_internal_topic", "create_internal_topic_reply", b"create_internal_topic_reply", "create_partitions", b"create_partitions", "create_partitions_reply", b"create_partitions_reply", "create_topics", b"create_topics", "create_topics_reply", b"create_topics_reply", "delete_records", b"delete_records", "delete_records_reply", b"delete_records_reply", "delete_topics", b"delete_topics", "delete_topics_reply", b"delete_topics_reply", "describe_cluster", b"describe_cluster", "describe_cluster_reply", b"describe_cluster_reply", "describe_configs", b"describe_configs", "describe_configs_reply", b"describe_configs_reply", "describe_partitions", b"describe_partitions", "describe_partitions_reply", b"describe_partitions_reply", "describe_producers", b"describe_producers", "describe_producers_reply", b"describe_producers_reply", "describe_quorum", b"describe_quorum", "describe_quorum_reply", b"describe_quorum_reply", "describe_tier", b"describe_tier", "describe_tier_reply", b"describe_tier_reply", "describe_transactions", b"describe_transactions", "describe_transactions_reply", b"describe_transactions_reply", "elect_leaders", b"elect_leaders", "elect_leaders_reply", b"elect_leaders_reply", "end_txn", b"end_txn", "end_txn_reply", b"end_txn_reply", "error", b"error", "fetch", b"fetch", "fetch_metadata_log", b"fetch_metadata_log", "fetch_metadata_log_reply", b"fetch_metadata_log_reply", "fetch_reply", b"fetch_reply", "fetch_snapshot", b"fetch_snapshot", "fetch_snapshot_reply", b"fetch_snapshot_reply", "find_coordinator", b"find_coordinator", "find_coordinator_reply", b"find_coordinator_reply", "forget_transaction", b"forget_transaction", "forget_transaction_reply", b"forget_transaction_reply", "hello", b"hello", "hello_reply", b"hello_reply", "init_producer_id", b"init_producer_id", "init_producer_id_reply", b"init_producer_id_reply", "join_transaction", b"join_transaction", "join_transaction_reply", b"join_transaction_reply", "list_brokers", b"list_brokers", "list_brokers_reply", b"list_brokers_reply", "list_offsets", b"list_offsets", "list_offsets_reply", b"list_offsets_reply", "list_reassignments", b"list_reassignments", "list_reassignments_reply", b"list_reassignments_reply", "list_transactions", b"list_transactions", "list_transactions_reply", b"list_transactions_reply", "metadata", b"metadata", "metadata_reply", b"metadata_reply", "participant_heartbeat", b"participant_heartbeat", "participant_heartbeat_reply", b"participant_heartbeat_reply", "prepare_participants", b"prepare_participants", "prepare_participants_reply", b"prepare_participants_reply", "produce", b"produce", "produce_reply", b"produce_reply", "quorum_begin", b"quorum_begin", "quorum_end", b"quorum_end", "quorum_fetch", b"quorum_fetch", "quorum_fetch_reply", b"quorum_fetch_reply", "quorum_heard_reply", b"quorum_heard_reply", "quorum_vote", b"quorum_vote", "quorum_vote_reply", b"quorum_vote_reply", "register_broker", b"register_broker", "register_broker_reply", b"register_broker_reply", "remove_voter", b"remove_voter", "tier_claim", b"tier_claim", "tier_claim_reply", b"tier_claim_reply", "tier_confirm", b"tier_confirm", "tier_confirm_reply", b"tier_confirm_reply", "tier_fetch", b"tier_fetch", "tier_fetch_reply", b"tier_fetch_reply", "tier_offset_for_time", b"tier_offset_for_time", "tier_offset_for_time_reply", b"tier_offset_for_time_reply", "tier_partitions", b"tier_partitions", "tier_partitions_reply", b"tier_partitions_reply", "tier_progress", b"tier_progress", "tier_progress_reply", b"tier_progress_reply", "tier_purge", b"tier_purge", "tier_purge_reply", b"tier_purge_reply", "tier_purged", b"tier_purged", "tier_purged_reply", b"tier_purged_reply", "tier_rows", b"tier_rows", "tier_rows_reply", b"tier_rows_reply", "unregister_broker", b"unregister_broker", "unregister_broker_reply", b"unregister_broker_reply", "upgrade_cluster", b"upgrade_cluster", "upgrade_cluster_reply", b"upgrade_cluster_reply", "write_txn_markers", b"write_txn_markers", "write_txn_markers_reply", b"write_txn_markers_reply"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_participants", b"abort_participants", "abort_participants_reply", b"abort_participants_reply", "abort_transaction", b"abort_transaction", "abort_transaction_reply", b"abort_transaction_reply", "add_partitions_to_txn", b"add_partitions_to_txn", "add_partitions_to_txn_reply", b"add_partitions_to_txn_reply", "add_voter", b"add_voter", "allocate_producer_ids", b"allocate_producer_ids", "allocate_producer_ids_reply", b"allocate_producer_ids_reply", "alter_configs", b"alter_configs", "alter_configs_reply", b"alter_configs_reply", "alter_partition", b"alter_partition", "alter_partition_reply", b"alter_partition_reply", "alter_reassignments", b"alter_reassignments", "alter_reassignments_reply", b"alter_reassignments_reply", "body", b"body", "broker_heartbeat", b"broker_heartbeat", "broker_heartbeat_reply", b"broker_heartbeat_reply", "byte_offsets", b"byte_offsets", "byte_offsets_reply", b"byte_offsets_reply", "change_voters_reply", b"change_voters_reply", "commit_participants", b"commit_participants", "commit_participants_reply", b"commit_participants_reply", "commit_to_table", b"commit_to_table", "commit_to_table_reply", b"commit_to_table_reply", "confirm_clock", b"confirm_clock", "confirm_clock_reply", b"confirm_clock_reply", "correlation_id", b"correlation_id", "create_internal_topic", b"create_internal_topic", "create_internal_topic_reply", b"create_internal_topic_reply", "create_partitions", b"create_partitions", "create_partitions_reply", b"create_partitions_reply", "create_topics", b"create_topics", "create_topics_reply", b"create_topics_reply", "delete_records", b"delete_records", "delete_records_reply", b"delete_records_reply", "delete_topics", b"delete_topics", "delete_topics_reply", b"delete_topics_reply", "describe_cluster", b"describe_cluster", "describe_cluster_reply", b"describe_cluster_reply", "describe_configs", b"describe_configs", "describe_configs_reply", b"describe_configs_reply", "describe_partitions", b"describe_partitions", "describe_partitions_reply", b"describe_partitions_reply", "describe_producers", b"describe_producers", "describe_producers_reply", b"describe_producers_reply", "describe_quorum", b"describe_quorum", "describe_quorum_reply", b"describe_quorum_reply", "describe_tier", b"describe_tier", "describe_tier_reply", b"describe_tier_reply", "describe_transactions", b"describe_transactions", "describe_transactions_reply", b"describe_transactions_reply", "elect_leaders", b"elect_leaders", "elect_leaders_reply", b"elect_leaders_reply", "end_txn", b"end_txn", "end_txn_reply", b"end_txn_reply", "error", b"error", "fetch", b"fetch", "fetch_metadata_log", b"fetch_metadata_log", "fetch_metadata_log_reply", b"fetch_metadata_log_reply", "fetch_reply", b"fetch_reply", "fetch_snapshot", b"fetch_snapshot", "fetch_snapshot_reply", b"fetch_snapshot_reply", "find_coordinator", b"find_coordinator", "find_coordinator_reply", b"find_coordinator_reply", "forget_transaction", b"forget_transaction", "forget_transaction_reply", b"forget_transaction_reply", "hello", b"hello", "hello_reply", b"hello_reply", "init_producer_id", b"init_producer_id", "init_producer_id_reply", b"init_producer_id_reply", "join_transaction", b"join_transaction", "join_transaction_reply", b"join_transaction_reply", "list_brokers", b"list_brokers", "list_brokers_reply", b"list_brokers_reply", "list_offsets", b"list_offsets", "list_offsets_reply", b"list_offsets_reply", "list_reassignments", b"list_reassignments", "list_reassignments_reply", b"list_reassignments_reply", "list_transactions", b"list_transactions", "list_transactions_reply", b"list_transactions_reply", "metadata", b"metadata", "metadata_reply", b"metadata_reply", "participant_heartbeat", b"participant_heartbeat", "participant_heartbeat_reply", b"participant_heartbeat_reply", "produce", b"produce", "produce_reply", b"produce_reply", "quorum_begin", b"quorum_begin", "quorum_end", b"quorum_end", "quorum_fetch", b"quorum_fetch", "quorum_fetch_reply", b"quorum_fetch_reply", "quorum_heard_reply", b"quorum_heard_reply", "quorum_vote", b"quorum_vote", "quorum_vote_reply", b"quorum_vote_reply", "register_broker", b"register_broker", "register_broker_reply", b"register_broker_reply", "remove_voter", b"remove_voter", "tier_claim", b"tier_claim", "tier_claim_reply", b"tier_claim_reply", "tier_confirm", b"tier_confirm", "tier_confirm_reply", b"tier_confirm_reply", "tier_fetch", b"tier_fetch", "tier_fetch_reply", b"tier_fetch_reply", "tier_offset_for_time", b"tier_offset_for_time", "tier_offset_for_time_reply", b"tier_offset_for_time_reply", "tier_partitions", b"tier_partitions", "tier_partitions_reply", b"tier_partitions_reply", "tier_progress", b"tier_progress", "tier_progress_reply", b"tier_progress_reply", "tier_purge", b"tier_purge", "tier_purge_reply", b"tier_purge_reply", "tier_purged", b"tier_purged", "tier_purged_reply", b"tier_purged_reply", "tier_rows", b"tier_rows", "tier_rows_reply", b"tier_rows_reply", "timeout_ms", b"timeout_ms", "unregister_broker", b"unregister_broker", "unregister_broker_reply", b"unregister_broker_reply", "upgrade_cluster", b"upgrade_cluster", "upgrade_cluster_reply", b"upgrade_cluster_reply", "write_txn_markers", b"write_txn_markers", "write_txn_markers_reply", b"write_txn_markers_reply"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_participants", b"abort_participants", "abort_participants_reply", b"abort_participants_reply", "abort_transaction", b"abort_transaction", "abort_transaction_reply", b"abort_transaction_reply", "add_partitions_to_txn", b"add_partitions_to_txn", "add_partitions_to_txn_reply", b"add_partitions_to_txn_reply", "add_voter", b"add_voter", "allocate_producer_ids", b"allocate_producer_ids", "allocate_producer_ids_reply", b"allocate_producer_ids_reply", "alter_configs", b"alter_configs", "alter_configs_reply", b"alter_configs_reply", "alter_partition", b"alter_partition", "alter_partition_reply", b"alter_partition_reply", "alter_reassignments", b"alter_reassignments", "alter_reassignments_reply", b"alter_reassignments_reply", "body", b"body", "broker_heartbeat", b"broker_heartbeat", "broker_heartbeat_reply", b"broker_heartbeat_reply", "byte_offsets", b"byte_offsets", "byte_offsets_reply", b"byte_offsets_reply", "change_voters_reply", b"change_voters_reply", "commit_participants", b"commit_participants", "commit_participants_reply", b"commit_participants_reply", "commit_to_table", b"commit_to_table", "commit_to_table_reply", b"commit_to_table_reply", "confirm_clock", b"confirm_clock", "confirm_clock_reply", b"confirm_clock_reply", "correlation_id", b"correlation_id", "create_internal_topic", b"create_internal_topic", "create_internal_topic_reply", b"create_internal_topic_reply", "create_partitions", b"create_partitions", "create_partitions_reply", b"create_partitions_reply", "create_topics", b"create_topics", "create_topics_reply", b"create_topics_reply", "delete_records", b"delete_records", "delete_records_reply", b"delete_records_reply", "delete_topics", b"delete_topics", "delete_topics_reply", b"delete_topics_reply", "describe_cluster", b"describe_cluster", "describe_cluster_reply", b"describe_cluster_reply", "describe_configs", b"describe_configs", "describe_configs_reply", b"describe_configs_reply", "describe_partitions", b"describe_partitions", "describe_partitions_reply", b"describe_partitions_reply", "describe_producers", b"describe_producers", "describe_producers_reply", b"describe_producers_reply", "describe_quorum", b"describe_quorum", "describe_quorum_reply", b"describe_quorum_reply", "describe_tier", b"describe_tier", "describe_tier_reply", b"describe_tier_reply", "describe_transactions", b"describe_transactions", "describe_transactions_reply", b"describe_transactions_reply", "elect_leaders", b"elect_leaders", "elect_leaders_reply", b"elect_leaders_reply", "end_txn", b"end_txn", "end_txn_reply", b"end_txn_reply", "error", b"error", "fetch", b"fetch", "fetch_metadata_log", b"fetch_metadata_log", "fetch_metadata_log_reply", b"fetch_metadata_log_reply", "fetch_reply", b"fetch_reply", "fetch_snapshot", b"fetch_snapshot", "fetch_snapshot_reply", b"fetch_snapshot_reply", "find_coordinator", b"find_coordinator", "find_coordinator_reply", b"find_coordinator_reply", "forget_transaction", b"forget_transaction", "forget_transaction_reply", b"forget_transaction_reply", "hello", b"hello", "hello_reply", b"hello_reply", "init_producer_id", b"init_producer_id", "init_producer_id_reply", b"init_producer_id_reply", "join_transaction", b"join_transaction", "join_transaction_reply", b"join_transaction_reply", "list_brokers", b"list_brokers", "list_brokers_reply", b"list_brokers_reply", "list_offsets", b"list_offsets", "list_offsets_reply", b"list_offsets_reply", "list_reassignments", b"list_reassignments", "list_reassignments_reply", b"list_reassignments_reply", "list_transactions", b"list_transactions", "list_transactions_reply", b"list_transactions_reply", "metadata", b"metadata", "metadata_reply", b"metadata_reply", "participant_heartbeat", b"participant_heartbeat", "participant_heartbeat_reply", b"participant_heartbeat_reply", "prepare_participants", b"prepare_participants", "prepare_participants_reply", b"prepare_participants_reply", "produce", b"produce", "produce_reply", b"produce_reply", "quorum_begin", b"quorum_begin", "quorum_end", b"quorum_end", "quorum_fetch", b"quorum_fetch", "quorum_fetch_reply", b"quorum_fetch_reply", "quorum_heard_reply", b"quorum_heard_reply", "quorum_vote", b"quorum_vote", "quorum_vote_reply", b"quorum_vote_reply", "register_broker", b"register_broker", "register_broker_reply", b"register_broker_reply", "remove_voter", b"remove_voter", "tier_claim", b"tier_claim", "tier_claim_reply", b"tier_claim_reply", "tier_confirm", b"tier_confirm", "tier_confirm_reply", b"tier_confirm_reply", "tier_fetch", b"tier_fetch", "tier_fetch_reply", b"tier_fetch_reply", "tier_offset_for_time", b"tier_offset_for_time", "tier_offset_for_time_reply", b"tier_offset_for_time_reply", "tier_partitions", b"tier_partitions", "tier_partitions_reply", b"tier_partitions_reply", "tier_progress", b"tier_progress", "tier_progress_reply", b"tier_progress_reply", "tier_purge", b"tier_purge", "tier_purge_reply", b"tier_purge_reply", "tier_purged", b"tier_purged", "tier_purged_reply", b"tier_purged_reply", "tier_rows", b"tier_rows", "tier_rows_reply", b"tier_rows_reply", "timeout_ms", b"timeout_ms", "unregister_broker", b"unregister_broker", "unregister_broker_reply", b"unregister_broker_reply", "upgrade_cluster", b"upgrade_cluster", "upgrade_cluster_reply", b"upgrade_cluster_reply", "write_txn_markers", b"write_txn_markers", "write_txn_markers_reply", b"write_txn_markers_reply"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "hello_reply", "metadata", "metadata_reply", "create_topics", "create_topics_reply", "delete_topics", "delete_topics_reply", "create_partitions", "create_partitions_reply", "describe_configs", "describe_configs_reply", "alter_configs", "alter_configs_reply", "list_offsets", "list_offsets_reply", "delete_records", "delete_records_reply", "init_producer_id", "init_producer_id_reply", "describe_partitions", "describe_partitions_reply", "describe_tier", "describe_tier_reply", "byte_offsets", "byte_offsets_reply", "produce", "produce_reply", "fetch", "fetch_reply", "register_broker", "register_broker_reply", "broker_heartbeat", "broker_heartbeat_reply", "fetch_metadata_log", "fetch_metadata_log_reply", "allocate_producer_ids", "allocate_producer_ids_reply", "alter_partition", "alter_partition_reply", "tier_purged", "tier_purged_reply", "quorum_vote", "quorum_vote_reply", "quorum_begin", "quorum_end", "quorum_heard_reply", "quorum_fetch", "quorum_fetch_reply", "describe_quorum", "describe_quorum_reply", "add_voter", "remove_voter", "change_voters_reply", "fetch_snapshot", "fetch_snapshot_reply", "alter_reassignments", "alter_reassignments_reply", "list_reassignments", "list_reassignments_reply", "elect_leaders", "elect_leaders_reply", "unregister_broker", "unregister_broker_reply", "list_brokers", "list_brokers_reply", "confirm_clock", "confirm_clock_reply", "describe_cluster", "describe_cluster_reply", "upgrade_cluster", "upgrade_cluster_reply", "tier_partitions", "tier_partitions_reply", "tier_progress", "tier_progress_reply", "tier_fetch", "tier_fetch_reply", "tier_offset_for_time", "tier_offset_for_time_reply", "tier_claim", "tier_claim_reply", "commit_to_table", "commit_to_table_reply", "tier_confirm", "tier_confirm_reply", "tier_purge", "tier_purge_reply", "tier_rows", "tier_rows_reply", "find_coordinator", "find_coordinator_reply", "end_txn", "end_txn_reply", "list_transactions", "list_transactions_reply", "describe_transactions", "describe_transactions_reply", "abort_transaction", "abort_transaction_reply", "forget_transaction", "forget_transaction_reply", "describe_producers", "describe_producers_reply", "join_transaction", "join_transaction_reply", "participant_heartbeat", "participant_heartbeat_reply", "commit_participants", "commit_participants_reply", "add_partitions_to_txn", "add_partitions_to_txn_reply", "write_txn_markers", "write_txn_markers_reply", "abort_participants", "abort_participants_reply", "create_internal_topic", "create_internal_topic_reply"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "hello_reply", "metadata", "metadata_reply", "create_topics", "create_topics_reply", "delete_topics", "delete_topics_reply", "create_partitions", "create_partitions_reply", "describe_configs", "describe_configs_reply", "alter_configs", "alter_configs_reply", "list_offsets", "list_offsets_reply", "delete_records", "delete_records_reply", "init_producer_id", "init_producer_id_reply", "describe_partitions", "describe_partitions_reply", "describe_tier", "describe_tier_reply", "byte_offsets", "byte_offsets_reply", "produce", "produce_reply", "fetch", "fetch_reply", "register_broker", "register_broker_reply", "broker_heartbeat", "broker_heartbeat_reply", "fetch_metadata_log", "fetch_metadata_log_reply", "allocate_producer_ids", "allocate_producer_ids_reply", "alter_partition", "alter_partition_reply", "tier_purged", "tier_purged_reply", "quorum_vote", "quorum_vote_reply", "quorum_begin", "quorum_end", "quorum_heard_reply", "quorum_fetch", "quorum_fetch_reply", "describe_quorum", "describe_quorum_reply", "add_voter", "remove_voter", "change_voters_reply", "fetch_snapshot", "fetch_snapshot_reply", "alter_reassignments", "alter_reassignments_reply", "list_reassignments", "list_reassignments_reply", "elect_leaders", "elect_leaders_reply", "unregister_broker", "unregister_broker_reply", "list_brokers", "list_brokers_reply", "confirm_clock", "confirm_clock_reply", "describe_cluster", "describe_cluster_reply", "upgrade_cluster", "upgrade_cluster_reply", "tier_partitions", "tier_partitions_reply", "tier_progress", "tier_progress_reply", "tier_fetch", "tier_fetch_reply", "tier_offset_for_time", "tier_offset_for_time_reply", "tier_claim", "tier_claim_reply", "commit_to_table", "commit_to_table_reply", "tier_confirm", "tier_confirm_reply", "tier_purge", "tier_purge_reply", "tier_rows", "tier_rows_reply", "find_coordinator", "find_coordinator_reply", "end_txn", "end_txn_reply", "list_transactions", "list_transactions_reply", "describe_transactions", "describe_transactions_reply", "abort_transaction", "abort_transaction_reply", "forget_transaction", "forget_transaction_reply", "describe_producers", "describe_producers_reply", "join_transaction", "join_transaction_reply", "participant_heartbeat", "participant_heartbeat_reply", "commit_participants", "commit_participants_reply", "add_partitions_to_txn", "add_partitions_to_txn_reply", "write_txn_markers", "write_txn_markers_reply", "abort_participants", "abort_participants_reply", "prepare_participants", "prepare_participants_reply", "create_internal_topic", "create_internal_topic_reply"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -5551,6 +5559,7 @@ class JobDescription(_message.Message):
     LAST_COMMITTED_FIELD_NUMBER: _builtins.int
     BATCH_WRITE_FIELD_NUMBER: _builtins.int
     JOINED_FIELD_NUMBER: _builtins.int
+    AWAITED_FIELD_NUMBER: _builtins.int
     query: _builtins.str
     run: _builtins.str
     batch: _builtins.int
@@ -5559,6 +5568,10 @@ class JobDescription(_message.Message):
     batch_write: _builtins.bool
     @_builtins.property
     def joined(self) -> _containers.RepeatedCompositeFieldContainer[Global___JoinedParticipant]: ...
+    @_builtins.property
+    def awaited(self) -> Global___AwaitedTable:
+        """only in the state AwaitingTable (X11)"""
+
     def __init__(
         self,
         *,
@@ -5569,10 +5582,11 @@ class JobDescription(_message.Message):
         last_committed: _builtins.int = ...,
         batch_write: _builtins.bool = ...,
         joined: _abc.Iterable[Global___JoinedParticipant] | None = ...,
+        awaited: Global___AwaitedTable | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["awaited", b"awaited"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "batch_write", b"batch_write", "joined", b"joined", "last_committed", b"last_committed", "participants", b"participants", "query", b"query", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaited", b"awaited", "batch", b"batch", "batch_write", b"batch_write", "joined", b"joined", "last_committed", b"last_committed", "participants", b"participants", "query", b"query", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -5698,7 +5712,7 @@ Global___ForgetTransactionReply: _TypeAlias = ForgetTransactionReply  # noqa: Y0
 
 @_typing.final
 class JobBatch(_message.Message):
-    """One transaction of many producers (X4, X5, X7 to X10).  job: a transactional id of the kind participants.  query, run, batch: as Spark names them.
+    """One transaction of many producers (X4, X5, X7 to X11).  job: a transactional id of the kind participants.  query, run, batch: as Spark names them.
     batch_write: the job is one batch write, and is forgotten after a day.
     """
 
@@ -5890,7 +5904,9 @@ Global___ParticipantHeartbeatReply: _TypeAlias = ParticipantHeartbeatReply  # no
 
 @_typing.final
 class CommitParticipantsRequest(_message.Message):
-    """participants: every one whose records become visible; the others that have joined are aborted.  accept_mismatch: onReplayMismatch=accept"""
+    """participants: every one whose records become visible; the others that have joined are aborted.  accept_mismatch: onReplayMismatch=accept
+    evidence: of a prepared batch, whose participants and sums the coordinator has
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -5899,6 +5915,7 @@ class CommitParticipantsRequest(_message.Message):
     SUMS_FIELD_NUMBER: _builtins.int
     ACCEPT_MISMATCH_FIELD_NUMBER: _builtins.int
     METADATA_OFFSET_FIELD_NUMBER: _builtins.int
+    EVIDENCE_FIELD_NUMBER: _builtins.int
     accept_mismatch: _builtins.bool
     metadata_offset: _builtins.int
     @_builtins.property
@@ -5907,6 +5924,8 @@ class CommitParticipantsRequest(_message.Message):
     def participants(self) -> _containers.RepeatedCompositeFieldContainer[Global___Participant]: ...
     @_builtins.property
     def sums(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopicSums]: ...
+    @_builtins.property
+    def evidence(self) -> Global___TableEvidence: ...
     def __init__(
         self,
         *,
@@ -5915,10 +5934,11 @@ class CommitParticipantsRequest(_message.Message):
         sums: _abc.Iterable[Global___TopicSums] | None = ...,
         accept_mismatch: _builtins.bool = ...,
         metadata_offset: _builtins.int = ...,
+        evidence: Global___TableEvidence | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "evidence", b"evidence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accept_mismatch", b"accept_mismatch", "batch", b"batch", "metadata_offset", b"metadata_offset", "participants", b"participants", "sums", b"sums"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accept_mismatch", b"accept_mismatch", "batch", b"batch", "evidence", b"evidence", "metadata_offset", b"metadata_offset", "participants", b"participants", "sums", b"sums"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -5926,11 +5946,15 @@ Global___CommitParticipantsRequest: _TypeAlias = CommitParticipantsRequest  # no
 
 @_typing.final
 class CommitParticipantsReply(_message.Message):
+    """warning: of a prepared batch, which commits all the same; "" = none"""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ALREADY_COMMITTED_FIELD_NUMBER: _builtins.int
     SUMS_FIELD_NUMBER: _builtins.int
+    WARNING_FIELD_NUMBER: _builtins.int
     already_committed: _builtins.bool
+    warning: _builtins.str
     @_builtins.property
     def sums(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopicSums]: ...
     def __init__(
@@ -5938,10 +5962,11 @@ class CommitParticipantsReply(_message.Message):
         *,
         already_committed: _builtins.bool = ...,
         sums: _abc.Iterable[Global___TopicSums] | None = ...,
+        warning: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["already_committed", b"already_committed", "sums", b"sums"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["already_committed", b"already_committed", "sums", b"sums", "warning", b"warning"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -5952,16 +5977,20 @@ class AbortParticipantsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     BATCH_FIELD_NUMBER: _builtins.int
+    EVIDENCE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def batch(self) -> Global___JobBatch: ...
+    @_builtins.property
+    def evidence(self) -> Global___TableEvidence: ...
     def __init__(
         self,
         *,
         batch: Global___JobBatch | None = ...,
+        evidence: Global___TableEvidence | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "evidence", b"evidence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "evidence", b"evidence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -5985,6 +6014,153 @@ class AbortParticipantsReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AbortParticipantsReply: _TypeAlias = AbortParticipantsReply  # noqa: Y015
+
+@_typing.final
+class PreparedTable(_message.Message):
+    """Log and table together (X11).  The prepared batch commits if and only if the Delta table gets txn(app, version)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    URL_FIELD_NUMBER: _builtins.int
+    TABLE_ID_FIELD_NUMBER: _builtins.int
+    APP_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    url: _builtins.str
+    table_id: _builtins.str
+    app: _builtins.str
+    version: _builtins.int
+    def __init__(
+        self,
+        *,
+        url: _builtins.str = ...,
+        table_id: _builtins.str = ...,
+        app: _builtins.str = ...,
+        version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["app", b"app", "table_id", b"table_id", "url", b"url", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PreparedTable: _TypeAlias = PreparedTable  # noqa: Y015
+
+@_typing.final
+class PrepareParticipantsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BATCH_FIELD_NUMBER: _builtins.int
+    PARTICIPANTS_FIELD_NUMBER: _builtins.int
+    SUMS_FIELD_NUMBER: _builtins.int
+    ACCEPT_MISMATCH_FIELD_NUMBER: _builtins.int
+    TABLE_FIELD_NUMBER: _builtins.int
+    accept_mismatch: _builtins.bool
+    @_builtins.property
+    def batch(self) -> Global___JobBatch: ...
+    @_builtins.property
+    def participants(self) -> _containers.RepeatedCompositeFieldContainer[Global___Participant]: ...
+    @_builtins.property
+    def sums(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopicSums]: ...
+    @_builtins.property
+    def table(self) -> Global___PreparedTable: ...
+    def __init__(
+        self,
+        *,
+        batch: Global___JobBatch | None = ...,
+        participants: _abc.Iterable[Global___Participant] | None = ...,
+        sums: _abc.Iterable[Global___TopicSums] | None = ...,
+        accept_mismatch: _builtins.bool = ...,
+        table: Global___PreparedTable | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "table", b"table"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accept_mismatch", b"accept_mismatch", "batch", b"batch", "participants", b"participants", "sums", b"sums", "table", b"table"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrepareParticipantsRequest: _TypeAlias = PrepareParticipantsRequest  # noqa: Y015
+
+@_typing.final
+class PrepareParticipantsReply(_message.Message):
+    """transaction: its number, for TableEvidence"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ALREADY_COMMITTED_FIELD_NUMBER: _builtins.int
+    SUMS_FIELD_NUMBER: _builtins.int
+    TRANSACTION_FIELD_NUMBER: _builtins.int
+    already_committed: _builtins.bool
+    transaction: _builtins.int
+    @_builtins.property
+    def sums(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopicSums]: ...
+    def __init__(
+        self,
+        *,
+        already_committed: _builtins.bool = ...,
+        sums: _abc.Iterable[Global___TopicSums] | None = ...,
+        transaction: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["already_committed", b"already_committed", "sums", b"sums", "transaction", b"transaction"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrepareParticipantsReply: _TypeAlias = PrepareParticipantsReply  # noqa: Y015
+
+@_typing.final
+class TableEvidence(_message.Message):
+    """found_by: 1 a driver, 2 the resolver, 3 an operator"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TABLE_FIELD_NUMBER: _builtins.int
+    TRANSACTION_FIELD_NUMBER: _builtins.int
+    FOUND_BY_FIELD_NUMBER: _builtins.int
+    transaction: _builtins.int
+    found_by: _builtins.int
+    @_builtins.property
+    def table(self) -> Global___PreparedTable: ...
+    def __init__(
+        self,
+        *,
+        table: Global___PreparedTable | None = ...,
+        transaction: _builtins.int = ...,
+        found_by: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["table", b"table"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["found_by", b"found_by", "table", b"table", "transaction", b"transaction"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TableEvidence: _TypeAlias = TableEvidence  # noqa: Y015
+
+@_typing.final
+class AwaitedTable(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TABLE_FIELD_NUMBER: _builtins.int
+    TRANSACTION_FIELD_NUMBER: _builtins.int
+    SINCE_MS_FIELD_NUMBER: _builtins.int
+    transaction: _builtins.int
+    since_ms: _builtins.int
+    @_builtins.property
+    def table(self) -> Global___PreparedTable: ...
+    def __init__(
+        self,
+        *,
+        table: Global___PreparedTable | None = ...,
+        transaction: _builtins.int = ...,
+        since_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["table", b"table"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["since_ms", b"since_ms", "table", b"table", "transaction", b"transaction"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AwaitedTable: _TypeAlias = AwaitedTable  # noqa: Y015
 
 @_typing.final
 class ProducerState(_message.Message):
@@ -6177,6 +6353,7 @@ class JobRecord(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     METADATA_OFFSET_FIELD_NUMBER: _builtins.int
     OPENED_BY_FIELD_NUMBER: _builtins.int
+    AWAITED_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     query: _builtins.str
     run: _builtins.str
@@ -6197,6 +6374,10 @@ class JobRecord(_message.Message):
     def topics(self) -> _containers.RepeatedCompositeFieldContainer[Global___TxnTopic]: ...
     @_builtins.property
     def named(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def awaited(self) -> Global___AwaitedTableRecord:
+        """state 2 only: `named` are prepared, and the table decides (X11)"""
+
     def __init__(
         self,
         *,
@@ -6216,14 +6397,42 @@ class JobRecord(_message.Message):
         reason: _builtins.str = ...,
         metadata_offset: _builtins.int = ...,
         opened_by: _builtins.str = ...,
+        awaited: Global___AwaitedTableRecord | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["awaited", b"awaited"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "batch_write", b"batch_write", "job", b"job", "last_committed", b"last_committed", "metadata_offset", b"metadata_offset", "named", b"named", "opened_by", b"opened_by", "query", b"query", "reason", b"reason", "run", b"run", "started_ms", b"started_ms", "state", b"state", "superseded", b"superseded", "topics", b"topics", "transaction", b"transaction", "updated_ms", b"updated_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaited", b"awaited", "batch", b"batch", "batch_write", b"batch_write", "job", b"job", "last_committed", b"last_committed", "metadata_offset", b"metadata_offset", "named", b"named", "opened_by", b"opened_by", "query", b"query", "reason", b"reason", "run", b"run", "started_ms", b"started_ms", "state", b"state", "superseded", b"superseded", "topics", b"topics", "transaction", b"transaction", "updated_ms", b"updated_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___JobRecord: _TypeAlias = JobRecord  # noqa: Y015
+
+@_typing.final
+class AwaitedTableRecord(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TABLE_FIELD_NUMBER: _builtins.int
+    SINCE_MS_FIELD_NUMBER: _builtins.int
+    SUMS_FIELD_NUMBER: _builtins.int
+    since_ms: _builtins.int
+    @_builtins.property
+    def table(self) -> Global___PreparedTable: ...
+    @_builtins.property
+    def sums(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopicSums]: ...
+    def __init__(
+        self,
+        *,
+        table: Global___PreparedTable | None = ...,
+        since_ms: _builtins.int = ...,
+        sums: _abc.Iterable[Global___TopicSums] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["table", b"table"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["since_ms", b"since_ms", "sums", b"sums", "table", b"table"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AwaitedTableRecord: _TypeAlias = AwaitedTableRecord  # noqa: Y015
 
 @_typing.final
 class ParticipantRecord(_message.Message):

@@ -12,6 +12,7 @@ from pk import errors
 from pk.cli import transactions
 from pk.cli.app import run
 from pk.client.admin import (
+    AwaitedTable,
     HangingTransaction,
     HeldPartition,
     JobDescription,
@@ -41,6 +42,12 @@ JOB = TransactionDescription(
     "j", 2, "Ongoing", -1, -1, 0, 1_700_000_000_123, PLACES, "", None,
     JobDescription("query-1", "run-2", 6, 5, False, TASKS), HELD,
 )  # fmt: skip
+WAITING = TransactionDescription(
+    "w", 2, "AwaitingTable", -1, -1, 0, 1_700_000_000_123, PLACES, "", None,
+    JobDescription(
+        "query-1", "run-2", 6, 5, False, TASKS, AwaitedTable("s3://b/t", "d", "app", 6, 1_700)
+    ),
+)  # fmt: skip
 IDLE = TransactionDescription(
     "i", 2, "Empty", -1, -1, 0, None, (), "", None,
     JobDescription("query-3", "run-4", None, None, True, ()),
@@ -67,10 +74,16 @@ class Admin:
         return TransactionListings(listed, self.loading, self.silent)
 
     def describe_transactions(self, ids: Any, *, timeout_s: float) -> Any:
-        return [{"a": OPEN, "b": ENDED, "j": JOB, "i": IDLE}.get(each, UNKNOWN) for each in ids]
+        return [
+            {"a": OPEN, "b": ENDED, "j": JOB, "i": IDLE, "w": WAITING}.get(each, UNKNOWN)
+            for each in ids
+        ]
 
     def abort_transaction(self, transactional_id: str, *, timeout_s: float) -> None:
         self.asked.append(("abort", transactional_id))
+
+    def resolve_transaction(self, name: str, *, commit: bool, timeout_s: float) -> None:
+        self.asked.append(("resolve", name, commit))
 
     def forget_transactional_id(self, transactional_id: str, *, timeout_s: float) -> None:
         if transactional_id == "open":
@@ -170,6 +183,21 @@ def test_describe_of_an_unknown_id_fails(admin: Admin, told: Any) -> None:
     assert "x: no id x" in told("describe", "a", "x", code=1)
     _, second = told("describe", "a", "x", "--json", code=1)["transactions"]
     assert second["error"]["name"] == "TransactionalIdNotFound"
+
+
+def test_resolve_needs_the_operators_word(admin: Admin, told: Any) -> None:
+    assert told("resolve", "w", "--commit") == "the batch of w is committed\n"
+    assert told("resolve", "w", "--abort", "--json") == {"resolved": "w", "ended": "aborted"}
+    assert "--commit or --abort" in told("resolve", "w", code=2)
+    assert admin.asked == [("resolve", "w", True), ("resolve", "w", False)]
+
+
+def test_describe_names_the_table_of_a_prepared_batch(admin: Admin, told: Any) -> None:
+    text = told("describe", "w")
+    for expected in ("AwaitingTable", "s3://b/t (id d)", "version 6 of application 'app'"):
+        assert expected in text
+    [found] = told("describe", "w", "--json")["transactions"]
+    assert found["job"]["awaited"]["version"] == 6
 
 
 def test_abort_and_forget_name_the_id(admin: Admin, told: Any) -> None:

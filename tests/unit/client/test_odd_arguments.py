@@ -133,6 +133,7 @@ GOOD: dict[type, dict[str, dict[str, Any]]] = {
         },
         "describe_transactions": {"transactional_ids": ["a"], **TIMED},
         "abort_transaction": {"transactional_id": "a", **TIMED},
+        "resolve_transaction": {"transactional_id": "a", "commit": True, **TIMED},
         "forget_transactional_id": {"transactional_id": "a", **TIMED},
         "describe_producers": {"partitions": [T0], **TIMED},
         "find_hanging_transactions": {"topics": ["t"], "max_timeout_ms": 1, **TIMED},

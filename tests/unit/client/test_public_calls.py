@@ -198,6 +198,7 @@ ADMIN: dict[str, Callable[[Any], Any]] = {
     "list_transactions": lambda a: a.list_transactions(timeout_s=S),
     "describe_transactions": lambda a: a.describe_transactions(["a"], timeout_s=S),
     "abort_transaction": lambda a: a.abort_transaction("a", timeout_s=S),
+    "resolve_transaction": lambda a: a.resolve_transaction("a", commit=True, timeout_s=S),
     "forget_transactional_id": lambda a: a.forget_transactional_id("a", timeout_s=S),
     "describe_producers": lambda a: a.describe_producers([T0], timeout_s=S),
     "find_hanging_transactions": lambda a: a.find_hanging_transactions(

@@ -10,6 +10,7 @@ import pytest
 from pk import errors, transactional_ids
 from pk.client.admin import (
     AdminClient,
+    AwaitedTable,
     HeldPartition,
     JobDescription,
     OpenTransaction,
@@ -80,6 +81,8 @@ class Coordinator(FakeBroker):
             "list_transactions": self._list,
             "describe_transactions": self._describe,
             "abort_transaction": lambda request: wire.AbortTransactionReply(),
+            "commit_participants": lambda request: wire.CommitParticipantsReply(),
+            "abort_participants": lambda request: wire.AbortParticipantsReply(),
             "forget_transaction": lambda request: wire.ForgetTransactionReply(),
             "describe_producers": self._describe_producers,
             "describe_partitions": self._describe_partitions,
@@ -241,6 +244,33 @@ def test_abort_and_forget_go_to_the_coordinator_and_follow_it(rig: Rig) -> None:
     names = [each.DESCRIPTOR.name for each in rig.second.asked]
     assert names == ["AbortTransactionRequest"] * 3 + ["ForgetTransactionRequest"]
     assert {each.transactional_id for each in rig.second.asked} == {"a"}
+
+
+def test_an_operator_resolves_the_batch_that_the_coordinator_described(rig: Rig) -> None:
+    awaited = wire.AwaitedTable(
+        table=wire.PreparedTable(url="s3://b/t", table_id="d", app="app", version=4),
+        transaction=9, since_ms=1_700,
+    )  # fmt: skip
+    rig.first.runs("j", wire.JoinedParticipant(producer_id=pid(1)), state="AwaitingTable")
+    rig.first.known["j"].job.awaited.CopyFrom(awaited)
+    rig.first.runs("open", wire.JoinedParticipant(producer_id=pid(1)))
+    rig.first.opens(0, pid(1), rig.now_ms)
+    [found] = rig.admin.describe_transactions(["j"])
+    assert found.started_ms == 1_000
+    assert found.job is not None
+    assert found.job.awaited == AwaitedTable("s3://b/t", "d", "app", 4, 1_700)
+    for commit in (True, False):
+        rig.admin.resolve_transaction("j", commit=commit)
+        request = rig.first.asked[-1]
+        kind = wire.CommitParticipantsRequest if commit else wire.AbortParticipantsRequest
+        assert isinstance(request, kind)
+        assert (request.batch.job, request.batch.batch) == ("j", 4)
+        assert request.evidence.table == awaited.table
+        assert (request.evidence.transaction, request.evidence.found_by) == (9, 3)
+    with pytest.raises(errors.InvalidTxnState, match="no prepared batch"):
+        rig.admin.resolve_transaction("open", commit=True)
+    with pytest.raises(errors.TransactionalIdNotFound):
+        rig.admin.resolve_transaction("none", commit=True)
 
 
 def test_an_abort_of_a_transaction_that_is_being_ended_is_not_repeated(rig: Rig) -> None:

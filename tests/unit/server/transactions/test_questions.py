@@ -301,7 +301,7 @@ def test_listings_are_filtered() -> None:
     assert names(open_longer_ms=99) == {IDS[1], IDS[2]}
     assert names(open_longer_ms=100) == set()
     assert names(states=["Ongoing"], producer_ids=[first.producer_id]) == set()
-    with pytest.raises(errors.InvalidRequest, match="no state Sleeping: the states are Complete"):
+    with pytest.raises(errors.InvalidRequest, match="no state Sleeping: the states are Await"):
         names(states=["Sleeping"])
 
 

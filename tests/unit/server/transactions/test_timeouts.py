@@ -9,6 +9,7 @@ from typing import Any, cast
 from pk.server.transactions import commands
 from pk.server.transactions.commands import TransactionBegan
 from pk.server.transactions.coordinator import FORGET_MS, TransactionCoordinators, _Hosted
+from pk.server.transactions.participants.awaited_batches import AwaitedBatches
 from pk.server.transactions.participants.leases import Leases
 from pk.sim.world import SimWorld
 
@@ -19,8 +20,14 @@ def rules_of(number: int) -> commands.TransactionRules:
     return commands.TransactionRules(number, 900_000, 86_400_000)
 
 
+def hosted_by(host: object, number: int) -> _Hosted:
+    nothing = cast("Any", None)
+    leases, awaited = Leases(1_000, 9_000), AwaitedBatches(9_000)
+    return _Hosted(rules_of(number), 1, cast("Any", host), nothing, leases, awaited)
+
+
 def hosted(*opened: TransactionBegan) -> _Hosted:
-    found = _Hosted(rules_of(0), 1, cast("Any", None), cast("Any", None), Leases(1_000, 9_000))
+    found = hosted_by(None, 0)
     found.deadlines.update({each.transactional_id: each for each in opened})
     return found
 
@@ -78,6 +85,7 @@ def ticked(*hosts: Host, for_ms: int) -> None:
     env = SimpleNamespace(
         world=mine, clock=mine.clock, bug=lambda where, bug: bugs.append(bug),
         warn=lambda event, **facts: None,
+        metrics=SimpleNamespace(awaited_batches=SimpleNamespace(set=lambda value: None)),
     )  # fmt: skip
 
     async def main() -> None:
@@ -88,9 +96,7 @@ def ticked(*hosts: Host, for_ms: int) -> None:
             cast("Any", env), cast("Any", None), {}, contact, clocks, cast("Any", None)
         )
         for number, host in enumerate(hosts):
-            each = found._hosted[number] = _Hosted(
-                rules_of(number), 1, cast("Any", host), cast("Any", None), Leases(1_000, 9_000)
-            )
+            each = found._hosted[number] = hosted_by(host, number)
             each.leases.began(commands.BatchBegan("job", 1, 10_000), 0)
             each.loading, each.resumed = False, host.machine
             each.deadlines["a"] = began("a", 0)
