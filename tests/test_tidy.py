@@ -140,6 +140,7 @@ SHELLS = {
     "pk.tiering.log_sync",
     "pk.tiering.resources",
     "pk.tiering.shell",
+    "pk.tiering.table_evidence",
     "pk.server.__main__",
     "pk.server.node.format",
     "pk.server.node.metrics_endpoint",

@@ -13,6 +13,7 @@ from pk.log.storage import Storage
 from pk.tiering.delta import DeltaTables
 from pk.tiering.fsspec_store import open_store
 from pk.tiering.store_settings import StoreSettings
+from pk.tiering.table_evidence import DeltaEvidence
 from pk.tiering.worker import Executors
 
 UPLOAD_THREADS = 2
@@ -28,6 +29,7 @@ class RealTier:
         chosen = StoreSettings.of(server)
         self.store = open_store(chosen, clock)
         self.tables = DeltaTables(chosen, self.store, clock)
+        self.evidence = DeltaEvidence(chosen)
         self._reads = ThreadPoolExecutor(int(server["cold_read_threads"]), "pk-cold-read")
         self._uploads = ThreadPoolExecutor(UPLOAD_THREADS, "pk-upload")
         self._whole = RealStorage("/")
@@ -45,5 +47,6 @@ class RealTier:
         """Releases threads and connections; running calls end by their own deadlines."""
         self._reads.shutdown(wait=False, cancel_futures=True)
         self._uploads.shutdown(wait=False, cancel_futures=True)
+        await self.evidence.close()
         await self.tables.close()
         await self.store.close()

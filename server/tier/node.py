@@ -23,9 +23,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from google.protobuf.message import Message
+
 import pk
 from pk import errors, limits, tracing
 from pk.backoff import Backoff, equal_jitter
+from pk.server.tier.resolver import BatchResolver, TableReader
 from pk.tasks import TaskRegistry
 from pk.tiering.damage import range_of
 from pk.tiering.objects import ObjectStore
@@ -33,6 +36,7 @@ from pk.tiering.owner import OwnerSettings
 from pk.tiering.plan import partition_state
 from pk.tiering.reader import TimeFound
 from pk.tiering.table import TableFactory
+from pk.tiering.table_urls import prefixes_of
 from pk.tiering.topic_tier import TopicTier
 from pk.tiering.worker import Executors, StorageViews, TierWorker
 from pk.types import NONE
@@ -72,6 +76,7 @@ class TierNode:
         broker_address: str | Callable[[], str],
         metrics: tracing.Metrics | None = None,
         log: tracing.Log | None = None,
+        evidence: TableReader | None = None,
     ) -> None:
         self.world = world
         self.run = run
@@ -105,6 +110,7 @@ class TierNode:
         )
         self._broker = Caller(world.network, world.clock, broker_address, hello)
         self._session = ("", 0)
+        self._resolver = self._resolver_of(evidence)
 
     @property
     def address(self) -> str:
@@ -120,6 +126,30 @@ class TierNode:
         except OSError as cause:
             raise errors.AddressInUse(f"{self.run.tier_address}: {cause}") from cause
         self._tasks.spawn(self._run())
+        if self._resolver is not None:
+            self._tasks.spawn(self._resolver.run())
+
+    def _resolver_of(self, evidence: TableReader | None) -> BatchResolver | None:
+        """Return the resolver of prepared batches, if the operator listed tables (rule X11)."""
+        urls = prefixes_of(str(self.run.server["resolver_table_urls"]))
+        if evidence is None or not urls:
+            return None
+        return BatchResolver(
+            self.world.clock,
+            self._ask_broker,
+            evidence,
+            urls,
+            int(self.run.server["prepared_max_ms"]),
+            self._log,
+            self._metrics,
+        )
+
+    async def _ask_broker(self, request: Message) -> Any:
+        """Return the broker's reply to a request about transactions."""
+        head = (await self._broker.call(request, timeout_ms=CALL_TIMEOUT_MS)).head
+        name = head.WhichOneof("body")
+        assert name is not None, head
+        return getattr(head, name)
 
     async def close(self) -> None:
         """Stop.  A commit under way may land or not; the next start reads the table (rule T5)."""
@@ -480,6 +510,7 @@ async def _serve_process(process: RoleContext) -> None:
         broker_address=lambda: RunConfig.load(run.run_dir).broker_address,
         metrics=process.metrics,
         log=process.log,
+        evidence=real.evidence,
     )
     await node.start()
     http = await serve_metrics(process)

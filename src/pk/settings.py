@@ -338,8 +338,11 @@ SERVER = Options(
                "a transaction of many producers is aborted after this time", "ms", 1_000,
                INT32_MAX),
         Option("prepared_max_ms", int, 900_000,
-               "a batch of log and Delta table that is prepared for longer is reported", "ms",
-               1_000, INT32_MAX),
+               "a batch of log and Delta table that is prepared for longer is reported, and the "
+               "resolver reads the table", "ms", 1_000, INT32_MAX),
+        Option("resolver_table_urls", str, "",
+               "Delta tables that the tier process may read to decide prepared batches: URLs of "
+               "tables, or of directories above them, separated by commas"),
         Option("inbound_bytes_max", int, 512 * MIB,
                "memory of a process for all frames that arrive from its peers; at least twice "
                "the 16 KiB that each connection has of its own", "bytes", 16 * MIB),
