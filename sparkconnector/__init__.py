@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pk.sparkconnector.sessions import read_topic, register, session
+    from pk.sparkconnector.together import commit_together
 
-__all__ = ["read_topic", "register", "session"]
+__all__ = ["commit_together", "read_topic", "register", "session"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'pk.sparkconnector' has no attribute {name!r}")
-    return getattr(import_module("pk.sparkconnector.sessions"), name)
+    module = "together" if name == "commit_together" else "sessions"
+    return getattr(import_module(f"pk.sparkconnector.{module}"), name)
