@@ -356,7 +356,7 @@ class TransactionClient(Client):
             except errors.RequestTimedOut as cause:
                 self.recorder.error(cause)
                 if self.rng.random() < 0.3 and self._change_of_mind(producer):
-                    return self._abort(producer)
+                    return FAIL
             except errors.PkError as cause:
                 self._unexpected(producer, "commit", cause)
                 return INFO
@@ -364,14 +364,16 @@ class TransactionClient(Client):
         return INFO
 
     def _change_of_mind(self, producer: Producer) -> bool:
-        """Begin to abort a transaction whose commit timed out; return whether this is allowed."""
+        """Abort a transaction whose commit timed out; return False if the commit must be repeated,
+        because it was sent.
+        """
         try:
             producer.abort_transaction(0.01)
-        except errors.InvalidTxnState:  # the commit was sent: it must be repeated
+        except errors.InvalidTxnState:
             return False
         except errors.RequestTimedOut:
-            return True
-        return self._crash(producer)
+            self._abort(producer)
+        return True
 
     def _abort(self, producer: Producer) -> str:
         """Abort; the outcome is the same if that has no answer, because no commit was sent."""
@@ -443,11 +445,10 @@ class TransactionClient(Client):
         producer.close(0)
         return None
 
-    def _crash(self, producer: Producer) -> bool:
+    def _crash(self, producer: Producer) -> None:
         """End the producer without ending its transaction; the next turn opens another one."""
         producer.close(0)
         self._producer = None
-        return True
 
     def _unexpected(self, producer: Producer, call: str, cause: errors.PkError) -> None:
         self.recorder.promise(f"{self._name}: {call} raised {type(cause).__name__}: {cause}")
