@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from pk import errors
 from pk.client import arguments, connection
@@ -77,7 +77,7 @@ class BatchCommitter:
             self._closed = True
             connection.end(self, self._thread, self._cluster.close())
 
-    def __enter__(self) -> BatchCommitter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

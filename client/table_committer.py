@@ -38,8 +38,9 @@ class _Calls(CoordinatorCalls):
     """Calls that also ask again if the description of a job is a retriable error."""
 
     async def _attempt(self, request: Message) -> Message:
-        reply: Any = await super()._attempt(request)
-        for each in getattr(reply, "transactions", ()):
+        reply = await super()._attempt(request)
+        described: Any = reply
+        for each in getattr(described, "transactions", ()):
             if each.HasField("error") and (error := frames.raise_error(each.error)).retriable:
                 raise error
         return reply

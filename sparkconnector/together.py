@@ -27,7 +27,7 @@ from pk.sparkconnector import batch_commit
 from pk.sparkconnector.planner import warn
 from pk.sparkconnector.sink_options import SinkOptions, job_name, sink
 from pk.sparkconnector.task_writer import Columns, PkCommit, write_all
-from pk.tiering.table_evidence import TableState, state_of
+from pk.tiering.table_evidence import ApplicationState, state_of
 from pk.tiering.table_urls import normal_url
 from pk.types import RowSums, TopicId
 
@@ -105,7 +105,7 @@ def _sink_of(options: Mapping[str, str], app_id: str) -> SinkOptions:
     return found
 
 
-def _state(url: str, app: str, storage_options: Mapping[str, str] | None) -> TableState:
+def _state(url: str, app: str, storage_options: Mapping[str, str] | None) -> ApplicationState:
     return state_of(url, app, dict(storage_options or {}))
 
 

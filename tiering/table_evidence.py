@@ -21,7 +21,7 @@ RETENTION_PROPERTY = "delta.setTransactionRetentionDuration"
 DEADLINE_FACTOR = 3
 
 
-class TableState(NamedTuple):
+class ApplicationState(NamedTuple):
     """What a table says of one application.
 
     version: the newest txn version of the application; None = it has none.  retention: the
@@ -40,7 +40,7 @@ class DeltaEvidence:
         self._settings = settings
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "pk-evidence")
 
-    async def read(self, url: str, app: str) -> TableState:
+    async def read(self, url: str, app: str) -> ApplicationState:
         """Return the newest state of the table at a normal URL (table_urls).
 
         Raises `TierUnavailable` if the table cannot be read now or is not there, `StoreRefused`
@@ -63,7 +63,7 @@ class DeltaEvidence:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def state_of(url: str, app: str, options: dict[str, str] | None = None) -> TableState:
+def state_of(url: str, app: str, options: dict[str, str] | None = None) -> ApplicationState:
     """Read a table's newest version, as `DeltaEvidence.read`."""
     try:
         table = DeltaTable(url, storage_options=options or None)
@@ -82,4 +82,4 @@ def state_of(url: str, app: str, options: dict[str, str] | None = None) -> Table
             "reader version 1 and writer version 2 without features are accepted (rule T8)"
         )
     retention = metadata.configuration.get(RETENTION_PROPERTY) or ""
-    return TableState(str(metadata.id), version, retention)
+    return ApplicationState(str(metadata.id), version, retention)

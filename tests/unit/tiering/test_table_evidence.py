@@ -12,7 +12,7 @@ from deltalake import CommitProperties, DeltaTable, Transaction, write_deltalake
 
 from pk import errors
 from pk.tiering.store_settings import StoreSettings
-from pk.tiering.table_evidence import RETENTION_PROPERTY, DeltaEvidence, TableState, state_of
+from pk.tiering.table_evidence import RETENTION_PROPERTY, ApplicationState, DeltaEvidence, state_of
 
 ROWS = pa.table({"x": [1]})
 
@@ -30,10 +30,10 @@ def test_the_newest_version_of_the_application_is_read(tmp_path: Path) -> None:
     write(tmp_path / "a b", 9, app="other")
     url = url.replace(" ", "%20")
     table_id = str(DeltaTable(tmp_path / "a b").metadata().id)
-    assert state_of(url, "app") == TableState(table_id, 1, "")
-    assert state_of(url, "none") == TableState(table_id, None, "")
+    assert state_of(url, "app") == ApplicationState(table_id, 1, "")
+    assert state_of(url, "none") == ApplicationState(table_id, None, "")
 
-    async def read() -> TableState:
+    async def read() -> ApplicationState:
         evidence = DeltaEvidence(StoreSettings("file:///tier"))
         try:
             return await evidence.read(url, "other")
