@@ -24,7 +24,7 @@ from pk.cli.embedded import EmbeddedServer
 
 SEED = 20
 RECORDS = 100_000
-HOT = 20_000  #: the last of them, which the table does not have
+HOT = 20_000  #: the last of them; the table lacks at least their end
 COLD_END = 5_000  #: the table has more offsets than this of each partition
 ABORTED_SHARE = 0.3
 PARTITIONS = 4
@@ -180,7 +180,7 @@ def test_no_reader_gets_an_aborted_record(
         assert_same(kept[number], expected.committed[number], "a read_committed consumer")
     rows = rows_of(committed)
     cold = [row for row in rows if row[1] < ends[row[0]]]
-    assert len(rows) - len(cold) > HOT / 2
+    assert 0 < len(cold) < len(rows)
 
     # the table, without pk
     table = DeltaTable(tier.uri, version=tier.version).to_pyarrow_table()
@@ -205,4 +205,6 @@ def test_no_reader_gets_an_aborted_record(
 
     until(dropped, "the broker drops what the table has")
     assert_same(rows_of(consumed(address, "read_committed")), rows, "a consumer of the table")
-    assert admin.describe_tier("t").version == tier.version
+    # The table may have got more files meanwhile, and never the end of the log.
+    newest = {each.partition: each.end for each in admin.describe_tier("t").partitions}
+    assert any(row[1] >= newest[row[0]] for row in rows), "no reader read from the broker"
