@@ -57,6 +57,20 @@ class BatchOfRun(NamedTuple):
         return wire.JobBatch(**self._asdict())
 
 
+def named(participants: Iterable[tuple[int, int]]) -> list[wire.Participant]:
+    """Return pairs (producer id, epoch) as requests name them."""
+    return [
+        wire.Participant(producer_id=each, producer_epoch=epoch) for each, epoch in participants
+    ]
+
+
+def sums_to_wire(sums: Mapping[str, RowSums]) -> list[wire.TopicSums]:
+    """Return the sums by topic id, in the order of the ids."""
+    return [
+        wire.TopicSums(topic_id=each, **found._asdict()) for each, found in sorted(sums.items())
+    ]
+
+
 class BatchCalls:
     """The driver's requests about a batch.  attempt_ms: how long one attempt may take"""
 
@@ -78,14 +92,8 @@ class BatchCalls:
         """Commit as `BatchCommitter.commit`; topics are named by topic id."""
         request = wire.CommitParticipantsRequest(
             batch=self._batch.to_wire(),
-            participants=[
-                wire.Participant(producer_id=each, producer_epoch=epoch)
-                for each, epoch in participants
-            ],
-            sums=[
-                wire.TopicSums(topic_id=each, **found._asdict())
-                for each, found in sorted(sums.items())
-            ],
+            participants=named(participants),
+            sums=sums_to_wire(sums),
             accept_mismatch=accept_mismatch,
             metadata_offset=self._cluster.metadata.offset,
         )

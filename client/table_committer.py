@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 from pk import errors
 from pk.client.batch_committer import BatchCommitter
 from pk.client.coordinator_calls import CoordinatorCalls
-from pk.client.participant import BatchOfRun
+from pk.client.participant import BatchOfRun, named, sums_to_wire
 from pk.transactional_ids import FoundBy
 from pk.types import NONE, RowSums
 from pk.wire import frames
@@ -82,14 +82,8 @@ class TableBatchCommitter(BatchCommitter):
         """
         request = wire.PrepareParticipantsRequest(
             batch=self._batch.to_wire(),
-            participants=[
-                wire.Participant(producer_id=each, producer_epoch=epoch)
-                for each, epoch in participants
-            ],
-            sums=[
-                wire.TopicSums(topic_id=each, **found._asdict())
-                for each, found in sorted(sums.items())
-            ],
+            participants=named(participants),
+            sums=sums_to_wire(sums),
             accept_mismatch=accept_mismatch,
             table=wire.PreparedTable(**table._asdict()),
         )
