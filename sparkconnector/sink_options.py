@@ -8,7 +8,6 @@ be repeated: the same pair becomes visible once.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -135,8 +134,3 @@ def job_name(owner: str, topic: str | None) -> str:
     if len(name.encode()) > limits.TRANSACTIONAL_ID_BYTES_MAX:
         return hashlib.sha256(name.encode()).hexdigest()
     return name
-
-
-def at_least_once(options: SinkOptions) -> SinkOptions:
-    """Return the options without a transaction."""
-    return dataclasses.replace(options, exactly_once=False)

@@ -147,6 +147,13 @@ def test_an_empty_task_opens_no_producer(broker):
     assert broker.cluster.next_producer_id == before
 
 
+def test_a_task_without_the_properties_of_its_batch_writes_nothing():
+    writer = PkStreamWriter(sink(topic="out", **{"pk.delivery": "exactly_once"}), VALUE, False)
+    rows = pa.record_batch({"value": pa.array([b"1"], pa.binary())})
+    with pytest.raises(errors.UnsupportedFeature, match="at_least_once"):
+        writer.write(iter([rows]))
+
+
 def test_an_unknown_topic_fails_the_task(broker, monkeypatch):
     # The first answer is believed.
     monkeypatch.setattr("pk.client.network_client.UNKNOWN_TOPIC_MS", 0)
