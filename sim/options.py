@@ -119,13 +119,11 @@ RECENT_BYTES = (None, None, 0, 4_000)
 #: disk_reserve_bytes.  A full disk of the simulator has up to 30 kB left; without a reserve it
 #: fills up entirely.
 RESERVE_BYTES = (0, 4_000, 16_000)
-#: The share of seeds with transactions.  It is 0 until a campaign has run with a share of 0.4.
-#: tests/sim/test_transactional_runs.py asks for transactions.
-TRANSACTIONS_CHANCE = 0.0
+#: The share of seeds with transactions.
+TRANSACTIONS_CHANCE = 0.4
 #: The share of seeds with jobs, of those with JOB_BROKERS_MIN brokers: with fewer, the topic of the
-#: coordinators promises little (loss_model.py).  It is 0 for the reason of TRANSACTIONS_CHANCE;
-#: tests/sim/test_jobs.py asks for jobs.
-JOBS_CHANCE = 0.0
+#: coordinators promises little (loss_model.py).
+JOBS_CHANCE = 0.3
 JOB_BROKERS_MIN = 3
 #: participant_lease_ms and participant_transaction_max_ms; the longer one is at most the longest
 #: timeout of transactions.TIMEOUT_MS.
