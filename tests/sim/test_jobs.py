@@ -58,6 +58,7 @@ def test_batches_are_visible_once_while_coordinators_die_and_control_requests_co
 def test_a_share_of_the_seeds_with_enough_brokers_has_jobs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(options_of_seeds, "JOBS_CHANCE", 0.0)
     before = [drawn(SimWorld(seed).random("options")) for seed in range(200)]
     monkeypatch.setattr(options_of_seeds, "JOBS_CHANCE", 0.3)
     plans = [drawn(SimWorld(seed).random("options")) for seed in range(200)]
