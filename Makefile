@@ -21,7 +21,7 @@ NAME ?= all
 S3 ?= optional
 VERSITYGW := github.com/versity/versitygw/cmd/versitygw@v1.8.0
 
-PYTEST := $(PY) -m pytest -q $(ARGS)
+PYTEST := $(PY) -m pytest -q --durations=20 --durations-min=15 $(ARGS)
 # One worker for each core.  With more of them, leases and sessions of real nodes end while other
 # tests compute.  There a worker takes a whole file, the long ones first (tests/conftest.py).
 SPREAD := -n 2 --dist worksteal

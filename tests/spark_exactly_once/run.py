@@ -201,7 +201,7 @@ def deaths(rng: random.Random, *, short: bool) -> list[tuple[str, bool]]:
     """Return the steps at which a run dies, and whether all of it does; only tasks die alone."""
     each = [(step, True) for step in STEPS]
     alone = [(step, False) for step in STEPS if step.startswith("task")]
-    planned = [*each[2:], alone[1]] if short else (each + alone) * 3
+    planned = [*each[3:], alone[1]] if short else (each + alone) * 3
     rng.shuffle(planned)
     return planned
 
@@ -293,7 +293,7 @@ def run(seed: int, store: str, work: Path, *, short: bool = False) -> Verdict:
 def main() -> int:
     """Run the campaign of the command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--short", action="store_true", help="four deaths")
+    parser.add_argument("--short", action="store_true", help="three deaths")
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--store", choices=("file", "s3"), default="file")
     parser.add_argument("--json", type=Path, help="write the verdict to this file")

@@ -1,4 +1,4 @@
-"""A short `make spark-exactly-once`: each death of a driver or a task once (X5, X7 to X9)."""
+"""A short `make spark-exactly-once`: deaths in a task, and before and after a commit (X5 to X9)."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ def test_deaths_at_each_step_of_a_batch_write_it_once(tmp_path: Path) -> None:
     assert done.returncode == 0, told
     found = json.loads(verdict.read_text())
     assert found["broken"] == [], told
-    assert found["driver_deaths"] >= 3, told
+    assert found["driver_deaths"] >= 2, told
     assert found["worker_deaths"] >= 1, told
     assert found["aborted_rows"] > 0, told
