@@ -74,6 +74,17 @@ FORMATS = (
                 "pk.sparkconnector.offsets:from_json"),
 )  # fmt: skip
 
+#: Files of a data directory without a version of their own, and why they need none.  `*` stands for
+#: any name.  Processes of one build write and read the directory `run`, which lives for one start.
+WITHOUT_VERSION = {
+    "*.log": "batches, whose header has a format (log/batch.py)",
+    "partition.json": "fields that this build does not know are kept (rule L8)",
+    "run.json": "read once pk.json has shown that this build knows the directory",
+    "clean-shutdown": "read once pk.json has shown that this build knows the directory",
+    "reserve": "never read: deleted when the disk is full (server/raft/reserve.py)",
+    ".lock": "the process id of the owner, for people",
+}
+
 
 def require_version(what: str, found: object, known: int) -> None:
     """Raise `NewerFormat` unless `found` is the version that this build knows (rule L21).
