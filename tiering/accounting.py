@@ -5,8 +5,8 @@ removed.  The difference must equal the rows of the live files, as their numReco
 files hold fewer rows, another engine removed some, with a DELETE or by restoring an older version.
 If they hold more, another engine added rows, or restored rows that had been settled as missing.
 
-The files show where rows are missing.  A file that the copier wrote is whole: its name states its
-offsets, and its checksums cover its rows.  A file with as many rows as there are offsets between
+The files show where rows are missing.  A file that pk wrote is whole: its name states its offsets,
+and its checksums cover its rows.  A file with as many rows as there are offsets between
 its bounds is whole, too.  Offsets that lie in no file's range are reported as missing.  Rows
 missing between the bounds of a file that another engine wrote are counted, but cannot be located.
 
@@ -19,6 +19,9 @@ Invariants
   N4  The number of rows below `:start` that share a file with later rows may change: another engine
       may delete them, or restore a version that has them.
   N5  From `:start` to `first`, whole files hold every offset, so no row is missing there.
+  N6  Unless rows are missing, the row hashes of the live files add up to sum - removed_sum.  What
+      is counted as removed is summed at the same time.  If its sum cannot be known (rows that were
+      missing, or that an earlier build removed), removed_sum is set to sum - the live files' sums.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from typing import NamedTuple, Protocol
 
 from pk import errors
 from pk.tiering.data_files import DataFile
-from pk.tiering.layout import PartitionCounters, parse_data_path
+from pk.tiering.layout import SUM_MODULUS, PartitionCounters, parse_written_path
 from pk.types import NONE, Offset
 
 
@@ -98,7 +101,7 @@ def _unknown(file: DataFile) -> bool:
 
 def held_by(file: DataFile) -> tuple[Offset, Offset]:
     """Returns the range of offsets `[start, end)` that a file is responsible for."""
-    name = parse_data_path(file.path)
+    name = parse_written_path(file.path)
     if name is not None:
         return name.start, name.end
     return file.min_offset, file.max_offset + 1
@@ -106,7 +109,7 @@ def held_by(file: DataFile) -> tuple[Offset, Offset]:
 
 def is_whole(file: DataFile) -> bool:
     """Returns whether the file holds every row between its bounds."""
-    if parse_data_path(file.path) is not None:
+    if parse_written_path(file.path) is not None:
         return True
     return file.rows == file.max_offset - file.min_offset + 1
 
@@ -209,15 +212,59 @@ def check_rows(uri: str, snapshot: SnapshotView) -> None:
 
 
 def settled(
-    files: Sequence[DataFile], counters: PartitionCounters, start: Offset
+    files: Sequence[DataFile],
+    counters: PartitionCounters,
+    start: Offset,
+    sums: Mapping[str, int] | None = None,
 ) -> PartitionCounters:
     """Returns the counters after `:start` has moved to `start`.  Rows of files wholly below it
-    count as removed (N1), and missing rows below it are settled (N2)."""
-    left = sum(file.rows for file in files if counters.start <= file.max_offset < start)
+    count as removed (N1), and missing rows below it are settled (N2).  `sums`: row sums of files
+    whose names do not state them (N6)."""
+    passed = [file for file in files if counters.start <= file.max_offset < start]
+    left = sum(file.rows for file in passed)
     found = account(files, counters)
+    moved = counters._replace(start=start, removed=counters.removed + left)
     if found is not None and ((found.missing > 0 and found.below <= start) or found.settles):
-        left += found.missing
-    return counters._replace(start=start, removed=counters.removed + left)
+        moved = moved._replace(removed=moved.removed + found.missing)
+        return rebased(files, moved, sums)
+    if counters.removed and not counters.removed_sum:
+        return rebased(files, moved, sums) if left else moved
+    removed_sum = (counters.removed_sum + total_sum(passed, sums or {})) % SUM_MODULUS
+    return moved._replace(removed_sum=removed_sum)
+
+
+def rebased(
+    files: Sequence[DataFile], counters: PartitionCounters, sums: Mapping[str, int] | None
+) -> PartitionCounters:
+    """Returns the counters with the removed_sum that makes the live files' sums add up (N6)."""
+    live = [file for file in files if file.max_offset >= counters.start]
+    removed_sum = (counters.sum - total_sum(live, sums or {})) % SUM_MODULUS
+    return counters._replace(removed_sum=removed_sum)
+
+
+def row_sum_of(file: DataFile, sums: Mapping[str, int]) -> int | None:
+    """Returns the sum of the file's row hashes: from its name, or else from `sums`; None = it must
+    be read for that."""
+    name = parse_written_path(file.path)
+    return sums.get(file.path) if name is None else name.row_sum
+
+
+def total_sum(files: Iterable[DataFile], sums: Mapping[str, int]) -> int:
+    """Returns the sum of the row hashes of the files; a file of unknown sum counts 0."""
+    return sum(row_sum_of(file, sums) or 0 for file in files) % SUM_MODULUS
+
+
+def unsummed(
+    files: Sequence[DataFile], counters: PartitionCounters, start: Offset, sums: Mapping[str, int]
+) -> list[DataFile]:
+    """Returns the files whose row sums `settled` needs and that are not known (N6)."""
+    found = account(files, counters)
+    settles = found is not None and (found.settles or (found.missing > 0 and found.below <= start))
+    passed = [file for file in files if counters.start <= file.max_offset < start]
+    needed = passed
+    if settles or (passed and counters.removed and not counters.removed_sum):
+        needed = [file for file in files if file.max_offset >= start]
+    return [file for file in needed if row_sum_of(file, sums) is None]
 
 
 def is_due(files: Sequence[DataFile], counters: PartitionCounters) -> bool:

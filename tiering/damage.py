@@ -17,7 +17,7 @@ from typing import NamedTuple
 from pk import errors
 from pk.tiering.data_files import DataFile
 from pk.tiering.footers import Listed
-from pk.tiering.layout import parse_data_path
+from pk.tiering.layout import parse_data_path, parse_written_path
 from pk.types import Offset
 from pk.wire import pk_pb2 as wire
 
@@ -28,7 +28,7 @@ KNOWN_MAX = 1_000
 def range_of(file: Listed) -> tuple[Offset, Offset]:
     """Returns the offsets that a file is responsible for: from its name, or else from its
     statistics."""
-    name = parse_data_path(file.path)
+    name = parse_written_path(file.path)
     if name is not None:
         return name.start, name.end
     return file.min_offset, file.max_offset + 1

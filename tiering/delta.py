@@ -386,6 +386,9 @@ class DeltaLogTable:
             for name, value in counters._asdict().items():
                 if value >= 0 and value != getattr(before, name):
                     versions[app_id(self._topic_id, partition, name)] = value
+            if counters.version > 1:
+                version = app_id(self._topic_id, partition, layout.VERSION_NAME)
+                versions[version] = counters.version
             check = app_id(self._topic_id, partition, layout.COUNTERS_CHECK)
             versions[check] = log_check.counters_check(counters)
         return versions

@@ -130,15 +130,16 @@ def protocol_of(handle: DeltaTable) -> TableProtocol:
 def counters_of(
     uri: str, handle: DeltaTable, topic_id: str, partitions: Sequence[int]
 ) -> dict[int, PartitionCounters]:
-    """Returns the counters of `partitions` (rule T2); raises `TierTableChanged` if they are
-    damaged."""
+    """Returns the counters of `partitions` (rule T2).  Raises `TierTableChanged` if they are
+    damaged, `NewerFormat` if a newer build wrote them."""
     found: dict[int, PartitionCounters] = {}
     for partition in partitions:
         values = {
             name: handle.transaction_version(app_id(topic_id, partition, name))
-            for name in (*layout.COUNTERS, layout.COUNTERS_CHECK)
+            for name in (*layout.COUNTERS, layout.COUNTERS_CHECK, layout.VERSION_NAME)
         }
         check = values.pop(layout.COUNTERS_CHECK)
+        layout.check_version(uri, partition, values.pop(layout.VERSION_NAME))
         known = {name: value for name, value in values.items() if value is not None}
         found[partition] = PartitionCounters(**known)
         log_check.check_counters(uri, handle.version(), partition, found[partition], check)

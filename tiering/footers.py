@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from crc32c import crc32c
 
 from pk.tiering.data_files import OFFSET_MAX
-from pk.tiering.layout import FILE_SCHEMA, parse_data_path
+from pk.tiering.layout import FILE_SCHEMA, parse_written_path
 from pk.types import Offset
 
 #: Number of last bytes that are read first to find a footer; a longer footer costs a second
@@ -126,9 +126,9 @@ def footer_crc(tail: bytes | memoryview) -> int:
 
 
 def check_footer(path: str, tail: bytes | memoryview) -> None:
-    """Compares the footer at the end of `tail` with the checksum in its file's name, if the copier
-    wrote the file (H1, H3).  Raises `UnreadableFile`."""
-    name = parse_data_path(path)
+    """Compares the footer at the end of `tail` with the checksum in its file's name, if pk wrote
+    the file (H1, H3).  Raises `UnreadableFile`."""
+    name = parse_written_path(path)
     found = footer_crc(tail)
     if name is not None and found != name.footer_crc:
         raise UnreadableFile(

@@ -9,7 +9,9 @@ Invariants
       never overwrites another, so a late write of a deposed leader does no damage (rule T5).
   N2  The name of a file made by the copier states its offset range, the CRC-32C of its footer and
       its row sum.  Files of outside maintenance have other names, for which `parse_data_path`
-      returns None.
+      returns None.  So have the files of pk's maintenance jobs (rule C6), which `parse_job_path`
+      knows: a lost one is never copied again from the local log, which may hold rows that a
+      compaction removed.
   N3  Per-partition facts are Delta `txn` actions (rule T2): they survive checkpoints, OPTIMIZE and
       VACUUM.
 """
@@ -21,6 +23,7 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
+from pk.formats import require_version
 from pk.types import NONE, Epoch, Offset, TopicId
 
 #: Columns of the table (rule T10), the partition column included.
@@ -74,7 +77,16 @@ REFUSED_PROPERTIES = ("delta.setTransactionRetentionDuration",)
 SUM_MODULUS = 2**63
 
 #: Names of the per-partition facts, in the order of `PartitionCounters` (rule T2).
-COUNTERS = ("start", "end", "epoch", "claim", "rows", "sum", "removed")
+COUNTERS = (
+    "start", "end", "epoch", "claim", "rows", "sum", "removed",
+    "cleaned", "removed_sum", "forgotten",
+)  # fmt: skip
+#: The first ones; a table whose later ones are all 0 has the hash of version 1 over them.
+COUNTERS_OF_VERSION_1 = 7
+#: The version of a partition's counters that this build writes, and the name of its txn action.  It
+#: is absent while the later counters are 0: then an earlier build can read them, too.
+COUNTERS_VERSION = 2
+VERSION_NAME = "version"
 #: Name of the hash over them (log_check.py).
 COUNTERS_CHECK = "check"
 
@@ -84,10 +96,15 @@ _NAME = re.compile(
     r"-e(?P<epoch>\d+)-(?P<attempt>[0-9a-zA-Z]+)-c(?P<crc>[0-9a-f]{8})-s(?P<sum>[0-9a-f]{16})"
     r"\.parquet$"
 )
+_JOB_NAME = re.compile(
+    r"^partition=(?P<partition>\d+)/(?P<start>\d{20})-(?P<end>\d{20})"
+    r"-job-(?P<attempt>[0-9a-zA-Z]+)-c(?P<crc>[0-9a-f]{8})-s(?P<sum>[0-9a-f]{16})"
+    r"\.parquet$"
+)
 
 
 class DataName(NamedTuple):
-    """The facts in the name of a copier's file."""
+    """The facts in the name of a file that pk wrote; `epoch` is NONE if a job wrote it."""
 
     partition: int
     start: Offset
@@ -133,9 +150,39 @@ def parse_data_path(path: str) -> DataName | None:
     )
 
 
+def job_path(name: DataName) -> str:
+    """Returns the path of a job's file relative to its table (rule C6)."""
+    return (
+        f"partition={name.partition}/{name.start:020d}-{name.end:020d}-job-{name.attempt}"
+        f"-c{name.footer_crc:08x}-s{name.row_sum:016x}.parquet"
+    )
+
+
+def parse_job_path(path: str) -> DataName | None:
+    """Returns the facts in the name, or None if no job of pk made this file (rule C6)."""
+    match = _JOB_NAME.match(path)
+    if match is None:
+        return None
+    return DataName(
+        int(match["partition"]),
+        int(match["start"]),
+        int(match["end"]),
+        NONE,
+        match["attempt"],
+        int(match["crc"], 16),
+        int(match["sum"], 16),
+    )
+
+
+def parse_written_path(path: str) -> DataName | None:
+    """Returns the facts in the name of a file that the copier or a job of pk wrote; None for the
+    files of other engines."""
+    return parse_data_path(path) or parse_job_path(path)
+
+
 def app_id(topic_id: TopicId, partition: int, counter: str) -> str:
     """Returns the application id of a `txn` action (rule T2)."""
-    assert counter in COUNTERS or counter == COUNTERS_CHECK, counter
+    assert counter in (*COUNTERS, COUNTERS_CHECK, VERSION_NAME), counter
     return f"pk:{topic_id}:{partition}:{counter}"
 
 
@@ -154,3 +201,19 @@ class PartitionCounters(NamedTuple):
     rows: int = 0  #: rows ever appended by the copier
     sum: int = 0  #: the sum of their row hashes, modulo SUM_MODULUS
     removed: int = 0  #: rows ever removed by retention or compaction
+    cleaned: Offset = 0  #: the first dirty offset: compaction has cleaned the rows below it
+    #: the sum of the row hashes of the removed rows, modulo SUM_MODULUS; 0 while `removed` is not 0
+    #: = an earlier build removed rows and did not sum them
+    removed_sum: int = 0
+    forgotten: Offset = 0  #: one above the highest tombstone that compaction ever removed
+
+    @property
+    def version(self) -> int:
+        """Returns the version of the counters: 1 as long as only those of version 1 are used."""
+        return COUNTERS_VERSION if any(self[COUNTERS_OF_VERSION_1:]) else 1
+
+
+def check_version(uri: str, partition: int, version: int | None) -> None:
+    """Raises `NewerFormat` if a newer build wrote the counters of a partition (rule L21)."""
+    if version is not None and version > COUNTERS_VERSION:
+        require_version(f"{uri}: partition {partition}: its counters", version, COUNTERS_VERSION)

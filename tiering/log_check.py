@@ -37,7 +37,13 @@ from crc32c import crc32c
 
 from pk import errors
 from pk.tiering.data_files import DataFile, NewFile
-from pk.tiering.layout import PARTITION_COLUMN, SUM_MODULUS, PartitionCounters, parse_data_path
+from pk.tiering.layout import (
+    COUNTERS_OF_VERSION_1,
+    PARTITION_COLUMN,
+    SUM_MODULUS,
+    PartitionCounters,
+    parse_written_path,
+)
 
 #: Keys in a commit's commitInfo.
 CHECK = "pk.check"
@@ -117,8 +123,13 @@ def _facts_hash(file: DataFile) -> int:
 
 
 def counters_check(counters: PartitionCounters) -> int:
-    """Returns the txn `check` of a partition with these counters."""
-    return _hash(b"".join(struct.pack("<q", value) for value in counters))
+    """Returns the txn `check` of a partition with these counters.
+
+    Counters that version 1 has are hashed as version 1 hashed them, so that the tables of earlier
+    builds are read on.
+    """
+    stated = counters[:COUNTERS_OF_VERSION_1] if counters.version == 1 else counters
+    return _hash(b"".join(struct.pack("<q", value) for value in stated))
 
 
 def of_actions(actions: Iterable[Action]) -> str:
@@ -378,7 +389,7 @@ def _check_sums(
 def check_names(uri: str, version: int, files: Iterable[DataFile]) -> None:
     """Raises `TierTableChanged` unless the statistics of pk's files lie within their names."""
     for file in files:
-        name = parse_data_path(file.path)
+        name = parse_written_path(file.path)
         if name is None or not file.stats:
             continue
         inside = name.start <= file.min_offset <= file.max_offset < name.end

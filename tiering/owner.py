@@ -35,6 +35,7 @@ from pk import errors
 from pk.backoff import Backoff
 from pk.effects import Effect, Publish, Respond, Send, SetTimer
 from pk.tiering import accounting
+from pk.tiering.data_files import DataFile
 from pk.tiering.plan import (
     Claim,
     LogStart,
@@ -58,6 +59,8 @@ TIMER = "owner"
 
 #: Maximum number of requests that wait for a commit; further ones get ThrottledError.
 WAITING_MAX = 10_000
+#: The number of files that are read at once for their row sums.
+SUMMED_AT_ONCE = 8
 #: The number of immediate retries after commit conflicts; further retries wait with back-off.
 CONFLICTS_AT_ONCE = 3
 BACKOFF_MAX_MS = 30_000
@@ -127,6 +130,13 @@ class Vacuumed:
 
 
 @dataclass(slots=True)
+class RowsSummed:
+    """Event: answer to `SumRows`: row sums by path, 0 for a file that cannot be read."""
+
+    sums: Mapping[str, int]
+
+
+@dataclass(slots=True)
 class Failed:
     """Event: the operation under way raised an error; its outcome is unknown."""
 
@@ -150,6 +160,7 @@ OwnerEvent = (
     | TableLoaded
     | Committed
     | Vacuumed
+    | RowsSummed
     | Failed
     | Close
     | Wake
@@ -175,6 +186,15 @@ class Vacuum:
 
 
 @dataclass(slots=True)
+class SumRows:
+    """Read these files and sum the hashes of their rows: they are to be removed, and their names do
+    not state their sums (rule T2)."""
+
+    files: Sequence[DataFile]
+    snapshot: Snapshot
+
+
+@dataclass(slots=True)
 class _State:
     """The state that is kept between cycles."""
 
@@ -191,6 +211,9 @@ class _State:
     next_vacuum_ms: int = 0
     #: whether files may have been removed since the last vacuum, perhaps before this start
     removed_since_vacuum: bool = True
+    #: row sums of files whose names do not state them, as long as the table names them
+    sums: dict[str, int] = field(default_factory=dict)
+    took_rows: bool = False  #: the last commit took rows away (T16)
 
 
 class Owner:
@@ -202,7 +225,7 @@ class Owner:
         self.uri = uri
         self._settings = settings
         self._state = _State(Backoff((settings.retry_backoff_ms, BACKOFF_MAX_MS)))
-        self._under_way: Load | Create | Commit | Vacuum | None = None
+        self._under_way: Load | Create | Commit | Vacuum | SumRows | None = None
         #: log starts at the time of the last operation's request
         self._known: dict[int, LogStart] = {}
         #: how many of the waiting requests, counted from the end, arrived after that (W7)
@@ -246,6 +269,11 @@ class Owner:
                 assert isinstance(self._under_way, Vacuum)
                 self._under_way = None
                 self._state.removed_since_vacuum |= event.put_off
+            case RowsSummed():
+                assert isinstance(self._under_way, SumRows)
+                self._under_way = None
+                self._state.sums.update(event.sums)
+                self._state.look = True
             case Failed():
                 self._failed(event.error, now_ms, effects)
             case Close():
@@ -358,7 +386,9 @@ class Owner:
             known.update(dict.fromkeys(self._state.snapshot.counters))
         return sorted(known)
 
-    def _ask(self, operation: Load | Create | Commit | Vacuum, effects: list[Effect]) -> None:
+    def _ask(
+        self, operation: Load | Create | Commit | Vacuum | SumRows, effects: list[Effect]
+    ) -> None:
         self._under_way = operation
         self._later = 0
         self._known = dict(self._state.log_starts)
@@ -462,13 +492,14 @@ class Owner:
         grown = state.snapshot is not None and len(snapshot.counters) > len(state.snapshot.counters)
         if newer or grown:
             state.snapshot = snapshot
+            state.sums = {p: each for p, each in state.sums.items() if p in snapshot.files}
             effects.append(Publish(SNAPSHOT, snapshot))
         self._note_due()
 
     def _plan(self, snapshot: Snapshot, now_ms: int, effects: list[Effect]) -> None:
         state = self._state
         asked, later = self._split()
-        planned = plan(snapshot, asked, state.log_starts)
+        planned = plan(snapshot, asked, state.log_starts, state.sums, appends_first=state.took_rows)
         for item, error in planned.refused:
             effects.append(Respond(item.request, error))
         for item in planned.done:
@@ -476,6 +507,8 @@ class Owner:
         state.waiting = [*planned.taken, *planned.waiting, *later]
         if planned.commit is None:
             state.backoff.reset()
+            if planned.unsummed:
+                self._ask(SumRows(planned.unsummed[:SUMMED_AT_ONCE], snapshot), effects)
             return
         self._planned = planned
         self._ask(planned.commit, effects)
@@ -491,6 +524,7 @@ class Owner:
         state.waiting = state.waiting[len(planned.taken) :]
         if planned.commit.removes:
             state.removed_since_vacuum = True
+        state.took_rows = bool(planned.commit.removes) and planned.commit.data_change
         self._adopt(event.snapshot, effects)
         for item in planned.taken:
             effects.append(_done(item, event.snapshot))

@@ -14,6 +14,11 @@ Decision table for a hand-over of partition p (rules T3–T5); the first row tha
 
 A refusal names the table's end, so that the copier can continue from there.
 
+A version that takes rows away (rule T9, and a job whose removes change the data) holds no appends,
+so that a reader of the table's stream may skip it whole (rule T16).  `appends_first` is set after
+such a version: waiting appends then come before the next one, so that a constant retention does not
+hold them up.
+
 A log start (rule T9) counts unless the table's claim is above the epoch of the leader that reported
 it.
 """
@@ -21,7 +26,7 @@ it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pk import errors
@@ -88,17 +93,23 @@ class Plan:
     done: list[Submission | Claim] = field(default_factory=list)  #: the table contains it already
     refused: list[tuple[Submission | Claim, errors.PkError]] = field(default_factory=list)
     waiting: list[Submission | Claim] = field(default_factory=list)  #: for a later commit
+    #: files whose rows must be read and summed before rows can be counted as removed (rule T2)
+    unsummed: list[DataFile] = field(default_factory=list)
 
 
 class _Draft:
     """A commit that is being assembled on a snapshot."""
 
-    def __init__(self, snapshot: Snapshot) -> None:
+    def __init__(self, snapshot: Snapshot, sums: Mapping[str, int]) -> None:
         self.snapshot = snapshot
+        self.sums = sums  #: row sums of files whose names do not state them
+        self.unsummed: dict[str, DataFile] = {}
         self.adds: dict[str, NewFile] = {}
         self.removes: dict[str, bool] = {}  #: path -> data change
         self.counters: dict[int, PartitionCounters] = {}
         self.closed: set[int] = set()  #: partitions whose next change waits for the next commit
+        self.appends = False
+        self.takes_rows = False  #: the version takes rows away: no appends (rule T16)
 
     def partition(self, partition: int) -> PartitionCounters:
         return self.counters.get(partition) or self.snapshot.partition(partition)
@@ -127,25 +138,44 @@ def plan(
     snapshot: Snapshot,
     waiting: Iterable[Submission | Claim],
     log_starts: Mapping[int, LogStart],
+    sums: Mapping[str, int] | None = None,
+    *,
+    appends_first: bool = False,
 ) -> Plan:
     """Returns the next commit on `snapshot`: log starts first (T9), then claims and hand-overs in
-    order."""
-    draft = _Draft(snapshot)
+    order.
+
+    sums: row sums of files whose names do not state them
+    appends_first: the version before took rows away; waiting appends come first (T16)
+    """
+    waiting = list(waiting)
+    draft = _Draft(snapshot, sums or {})
     result = Plan(None)
+    removing = not (appends_first and any(_appends(item) for item in waiting))
     for partition, start in log_starts.items():
-        _move_start(draft, partition, start)
-    retention = bool(draft.removes)
+        _move_start(draft, partition, start, removing)
+    draft.takes_rows = bool(draft.removes)
     for item in waiting:
         if isinstance(item, Claim):
             _take_claim(draft, item, result)
         else:
-            _take(draft, item, result, retention)
-    data_change = retention or any(draft.removes.values())
-    result.commit = draft.commit(data_change)
+            _take(draft, item, result)
+    result.commit = draft.commit(any(draft.removes.values()))
+    result.unsummed = list(draft.unsummed.values())
     if result.commit is None:
         result.done += result.taken
         result.taken = []
     return result
+
+
+def takes_rows(change: wire.CommitToTableRequest) -> bool:
+    """Returns whether the hand-over removes files and changes the data (rule T16)."""
+    return bool(change.removes) and change.data_change
+
+
+def _appends(item: Submission | Claim) -> bool:
+    """Returns whether the request adds rows that the table never had."""
+    return isinstance(item, Submission) and bool(item.change.adds) and not item.change.removes
 
 
 def start_is_due(snapshot: Snapshot, partition: int, start: LogStart) -> bool:
@@ -164,15 +194,23 @@ def start_is_due(snapshot: Snapshot, partition: int, start: LogStart) -> bool:
     return accounting.is_due(files, counters)
 
 
-def _move_start(draft: _Draft, partition: int, start: LogStart) -> None:
-    """Moves `:start` to log_start and removes whole files below it from the table (rule T9)."""
+def _move_start(draft: _Draft, partition: int, start: LogStart, removing: bool) -> None:
+    """Moves `:start` to log_start and removes whole files below it from the table (rule T9).
+
+    `:start` stays if the rows of a file that it would pass are not summed yet (rule T2).
+    """
     counters = draft.partition(partition)
     if counters.claim > start.leader_epoch:
         return  # rule T4: the present leader's log may end below it
     files = draft.snapshot.files_of(partition)
+    unsummed = accounting.unsummed(files, counters, max(start.target, counters.start), draft.sums)
+    if unsummed:
+        draft.unsummed.update((file.path, file) for file in unsummed)
+        start = replace(start, log_start=counters.start, known=None)
     if start.target > counters.end:
         # This version changes nothing else of the partition; the next commit removes its files.
-        moved = accounting.settled(files, counters, start.target)._replace(end=start.target)
+        moved = accounting.settled(files, counters, start.target, draft.sums)
+        moved = moved._replace(end=start.target)
         if start.epoch != NONE:
             moved = moved._replace(epoch=start.epoch)
         draft.counters[partition] = moved
@@ -180,9 +218,11 @@ def _move_start(draft: _Draft, partition: int, start: LogStart) -> None:
         return
     low = max(start.target, counters.start)
     for file in files:
-        if file.max_offset < low and len(draft.removes) < ACTIONS_PER_COMMIT_MAX:
+        if removing and file.max_offset < low and len(draft.removes) < ACTIONS_PER_COMMIT_MAX:
             draft.removes[file.path] = True
-    moved = accounting.settled(files, counters, low)
+    if unsummed:
+        return
+    moved = accounting.settled(files, counters, low, draft.sums)
     if moved != counters:
         draft.counters[partition] = moved
 
@@ -198,7 +238,7 @@ def _take_claim(draft: _Draft, claim: Claim, result: Plan) -> None:
         result.taken.append(claim)
 
 
-def _take(draft: _Draft, item: Submission, result: Plan, retention: bool) -> None:
+def _take(draft: _Draft, item: Submission, result: Plan) -> None:
     change = item.change
     actions = len(change.adds) + len(change.removes)
     touched = {counter.partition for counter in change.counters}
@@ -208,7 +248,11 @@ def _take(draft: _Draft, item: Submission, result: Plan, retention: bool) -> Non
     ):
         result.waiting.append(item)
         return
-    if change.removes and retention != change.data_change and draft.removes:
+    taking, appending = takes_rows(change), _appends(item)
+    if (appending and draft.takes_rows) or (taking and draft.appends):
+        result.waiting.append(item)  # T16
+        return
+    if change.removes and draft.removes and any(draft.removes.values()) != change.data_change:
         result.waiting.append(item)  # a version has either data changes or other changes
         return
     if change.accept:
@@ -230,6 +274,8 @@ def _take(draft: _Draft, item: Submission, result: Plan, retention: bool) -> Non
         draft.removes[remove.path] = change.data_change
     for add in change.adds:
         draft.adds[add.path] = new_file(add, change.data_change or not change.removes)
+    draft.appends = draft.appends or appending
+    draft.takes_rows = draft.takes_rows or taking
     result.taken.append(item)
 
 
@@ -243,8 +289,17 @@ def _settle(draft: _Draft, item: Submission, result: Plan) -> None:
             result.refused.append((item, error))
             return
         missing = draft.snapshot.rows_missing(counter.partition)
-        if missing is not None:
-            counters[counter.partition] = before._replace(removed=before.removed + missing.rows)
+        if missing is None:
+            continue
+        files = draft.snapshot.files_of(counter.partition)
+        live = [file for file in files if file.max_offset >= before.start]
+        unsummed = [file for file in live if accounting.row_sum_of(file, draft.sums) is None]
+        if unsummed:
+            draft.unsummed.update((file.path, file) for file in unsummed)
+            result.waiting.append(item)
+            return
+        settled = before._replace(removed=before.removed + missing.rows)
+        counters[counter.partition] = accounting.rebased(files, settled, draft.sums)
     draft.counters.update(counters)
     draft.closed.update(counters)
     (result.taken if counters else result.done).append(item)
@@ -295,6 +350,9 @@ def _checked(draft: _Draft, change: wire.CommitToTableRequest) -> dict[int, Part
             rows=before.rows + counter.rows_added,
             sum=(before.sum + counter.sum_added) % SUM_MODULUS,
             removed=before.removed + counter.removed_added,
+            removed_sum=(before.removed_sum + counter.removed_sum_added) % SUM_MODULUS,
+            cleaned=max(before.cleaned, counter.cleaned),
+            forgotten=max(before.forgotten, counter.forgotten),
         )
     if change.refill:
         _check_refill(draft, change)
@@ -362,4 +420,7 @@ def partition_state(snapshot: Snapshot, partition: int) -> wire.TierPartitionSta
         removed=counters.removed,
         files=len(files),
         bytes=snapshot.bytes_of(partition),
+        cleaned=counters.cleaned,
+        removed_sum=counters.removed_sum,
+        forgotten=counters.forgotten,
     )

@@ -37,11 +37,11 @@ import pyarrow as pa
 
 from pk import errors
 from pk.tasks import TaskRegistry, awaited
-from pk.tiering import accounting, convert, footers, row_groups
+from pk.tiering import accounting, convert, footers, row_groups, rowhash
 from pk.tiering.damage import damaged
 from pk.tiering.data_files import DataFile
 from pk.tiering.footers import Footer, Group, UnreadableFile
-from pk.tiering.layout import FILE_SCHEMA
+from pk.tiering.layout import FILE_SCHEMA, SUM_MODULUS
 from pk.tiering.objects import Executor, ObjectStore
 from pk.tiering.table import Snapshot
 from pk.types import NONE, Epoch, Offset
@@ -347,6 +347,16 @@ class TierReader:
         footer = await self._load_footer(place, file, key)
         for group in footer.groups:
             await self._load_group(place, _RowGroup(file, footer, group), (*key, group.number))
+
+    async def row_sum(self, place: TablePartition, file: DataFile) -> int:
+        """Reads a whole file and returns the sum of its row hashes (rule T2).  Raises
+        `DamagedTierFile`, `TierUnavailable`."""
+        footer = await self._footer(place, file)
+        total = 0
+        for group in footer.groups:
+            rows = await self._group(place, _RowGroup(file, footer, group))
+            total += await self._compute(functools.partial(rowhash.row_sum, rows))
+        return total % SUM_MODULUS
 
     async def _once(self, key: Any, work: Callable[[], Awaitable[T]]) -> T:
         """Loads a key once (H5): a second caller waits for the first load, and a caller that is

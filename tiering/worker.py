@@ -44,6 +44,7 @@ from pk.tiering.partition_views import (
 )
 from pk.tiering.plan import LogStart
 from pk.tiering.reader import FetchedBatches, TablePartition, TierReader, TimeFound, never
+from pk.tiering.row_sums import row_sums
 from pk.tiering.table import Commit, MayDelete, Snapshot, TableFactory, always
 from pk.tiering.topic_tier import Counts, LedPartition, TopicTier
 from pk.types import NONE, Epoch, Offset, PartitionKey
@@ -458,6 +459,10 @@ class TierWorker:
                 case Commit():
                     event = owning.Committed(await topic.table.commit(operation))
                     self.counts.commits += 1
+                case owning.SumRows():
+                    found = functools.partial(self._watch.damage_found, topic)
+                    where = topic.home, operation.snapshot, operation.files
+                    event = owning.RowsSummed(await row_sums(self.reader, *where, found))
                 case _ if self._clock_doubted:  # L10: the age of a removal is unknown
                     event = owning.Vacuumed(0, put_off=True)
                 case _:

@@ -70,6 +70,8 @@ FORMATS = (
                 "pk.server.raft.quorum_state_store:read_state"),
     KnownFormat("directory.json", "pk.server.node.format:METADATA_FORMAT",
                 "pk.server.node.format:read_metadata_identity"),
+    KnownFormat("table counters", "pk.tiering.layout:COUNTERS_VERSION",
+                "pk.tiering.layout:check_version"),
     KnownFormat("spark checkpoint", "pk.sparkconnector.offsets:VERSION",
                 "pk.sparkconnector.offsets:from_json"),
 )  # fmt: skip

@@ -64,6 +64,7 @@ class Model:
     store: dict[str, tuple[int, int]] = field(default_factory=dict)  #: path -> offsets
     now_ms: int = 0
     attempts: int = 0
+    sums: dict[str, int] = field(default_factory=dict)  #: row sums of files of `optimize`
     reported: dict[int, int] = field(default_factory=dict)
     droppable: dict[int, int] = field(default_factory=dict)
     node: Node | None = None
@@ -176,6 +177,8 @@ class Model:
                     event = owning.TableLoaded(now(self.table.create()))
                 case Commit():
                     event = owning.Committed(now(self.table.commit(operation)))
+                case owning.SumRows():
+                    event = owning.RowsSummed({f.path: self.row_sum(f) for f in operation.files})
                 case _:
                     event = owning.Vacuumed(0)
             if fault == "lost reply":
@@ -198,7 +201,13 @@ class Model:
         end = min(asked.limit, asked.start + 40) if asked.replaces is None else asked.limit
         self.attempts += 1
         name = layout.DataName(
-            partition, asked.start, end, asked.leader_epoch, f"a{self.attempts}", 0, 0
+            partition,
+            asked.start,
+            end,
+            asked.leader_epoch,
+            f"a{self.attempts}",
+            0,
+            sum(range(asked.start, end)),
         )
         path = layout.data_path(name)
         self.store[path] = (asked.start, end)
@@ -248,7 +257,9 @@ class Model:
             return
         self.attempts += 1
         end = counters.end + 1
-        name = layout.DataName(partition, counters.end, end, 0, f"r{self.attempts}", 0, 0)
+        name = layout.DataName(
+            partition, counters.end, end, 0, f"r{self.attempts}", 0, counters.end
+        )
         path = layout.data_path(name)
         self.store[path] = (counters.end, end)
         file = DataFile(path, partition, counters.end, end - 1, 0, 0, 1, 1)
@@ -258,10 +269,19 @@ class Model:
                     read,
                     (NewFile(file, 0),),
                     (),
-                    {partition: counters._replace(end=end, rows=counters.rows + 1)},
+                    {
+                        partition: counters._replace(
+                            end=end, rows=counters.rows + 1, sum=counters.sum + counters.end
+                        )
+                    },
                 )
             )
         )
+
+    def row_sum(self, file: DataFile) -> int:
+        """Return the row sum of a file, as a reader of its rows finds it."""
+        name = layout.parse_written_path(file.path)
+        return self.sums[file.path] if name is None else name.row_sum
 
     def optimize(self, partition: int) -> None:
         """Run OPTIMIZE as another engine would: all files of a partition become one."""
@@ -274,6 +294,7 @@ class Model:
         low = min(f.min_offset for f in files)
         high = max(f.max_offset for f in files)
         rows = sum(f.rows for f in files)
+        self.sums[path] = sum(map(self.row_sum, files))
         self.tables.rewrite(
             self.uri, [f.path for f in files], [DataFile(path, partition, low, high, 0, 0, rows, 1)]
         )
@@ -302,6 +323,14 @@ class Model:
             assert found is not None
             # An OPTIMIZE may merge rows that had left with rows that had not (T17).
             assert not found.missing or found.settles, found
+            if not found.missing:  # T2: tiering/accounting N6
+                live = [f for f in newest.files_of(p) if f.max_offset >= counters.start]
+                assert sum(map(self.row_sum, live)) == counters.sum - counters.removed_sum
+        for old, new in zip(state.versions, state.versions[1:], strict=False):
+            taken = sum(f.rows for path, f in old.files.items() if path not in new.files)
+            added = sum(f.rows for path, f in new.files.items() if path not in old.files)
+            rewritten = taken == added  # by `optimize`, or by a repair
+            assert rewritten or not (taken and added), "T16: an append beside a removal"
             if newest.files_of(p):
                 assert at == counters.end or counters.start == counters.end
             assert counters.end <= max(self.stable[p], self.log_start[p])

@@ -1854,6 +1854,9 @@ class TierPartitionState(_message.Message):
     FILES_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
     LAG_FIELD_NUMBER: _builtins.int
+    CLEANED_FIELD_NUMBER: _builtins.int
+    REMOVED_SUM_FIELD_NUMBER: _builtins.int
+    FORGOTTEN_FIELD_NUMBER: _builtins.int
     partition: _builtins.int
     start: _builtins.int
     end: _builtins.int
@@ -1865,6 +1868,9 @@ class TierPartitionState(_message.Message):
     files: _builtins.int
     bytes: _builtins.int
     lag: _builtins.int
+    cleaned: _builtins.int
+    removed_sum: _builtins.int
+    forgotten: _builtins.int
     def __init__(
         self,
         *,
@@ -1879,10 +1885,13 @@ class TierPartitionState(_message.Message):
         files: _builtins.int = ...,
         bytes: _builtins.int = ...,
         lag: _builtins.int = ...,
+        cleaned: _builtins.int = ...,
+        removed_sum: _builtins.int = ...,
+        forgotten: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "claim", b"claim", "end", b"end", "epoch", b"epoch", "files", b"files", "lag", b"lag", "partition", b"partition", "removed", b"removed", "rows", b"rows", "start", b"start", "sum", b"sum"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "claim", b"claim", "cleaned", b"cleaned", "end", b"end", "epoch", b"epoch", "files", b"files", "forgotten", b"forgotten", "lag", b"lag", "partition", b"partition", "removed", b"removed", "removed_sum", b"removed_sum", "rows", b"rows", "start", b"start", "sum", b"sum"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -4784,6 +4793,9 @@ class TierCounter(_message.Message):
     ROWS_ADDED_FIELD_NUMBER: _builtins.int
     SUM_ADDED_FIELD_NUMBER: _builtins.int
     REMOVED_ADDED_FIELD_NUMBER: _builtins.int
+    REMOVED_SUM_ADDED_FIELD_NUMBER: _builtins.int
+    CLEANED_FIELD_NUMBER: _builtins.int
+    FORGOTTEN_FIELD_NUMBER: _builtins.int
     partition: _builtins.int
     start: _builtins.int
     end: _builtins.int
@@ -4792,6 +4804,10 @@ class TierCounter(_message.Message):
     rows_added: _builtins.int
     sum_added: _builtins.int
     removed_added: _builtins.int
+    removed_sum_added: _builtins.int
+    cleaned: _builtins.int
+    forgotten: _builtins.int
+    """of a job that took rows away (T2)"""
     def __init__(
         self,
         *,
@@ -4803,10 +4819,13 @@ class TierCounter(_message.Message):
         rows_added: _builtins.int = ...,
         sum_added: _builtins.int = ...,
         removed_added: _builtins.int = ...,
+        removed_sum_added: _builtins.int = ...,
+        cleaned: _builtins.int = ...,
+        forgotten: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "end", b"end", "epoch", b"epoch", "partition", b"partition", "removed_added", b"removed_added", "rows_added", b"rows_added", "start", b"start", "sum_added", b"sum_added"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "cleaned", b"cleaned", "end", b"end", "epoch", b"epoch", "forgotten", b"forgotten", "partition", b"partition", "removed_added", b"removed_added", "removed_sum_added", b"removed_sum_added", "rows_added", b"rows_added", "start", b"start", "sum_added", b"sum_added"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,6 +26,7 @@ from pk.server.raft.snapshot_id import SnapshotId
 from pk.server.transactions import records
 from pk.sim.disk import SimStorage
 from pk.sparkconnector import offsets
+from pk.tiering import layout
 
 Write = Callable[[], Any]
 Read = Callable[[Any], Any]
@@ -93,6 +94,10 @@ WRITERS: dict[str, tuple[Write, Read]] = {
         directory_json,
         lambda raw: node_format.read_metadata_identity(SimStorage("d"), raw),
     ),
+    "table counters": (
+        lambda: layout.COUNTERS_VERSION,
+        lambda version: layout.check_version("file:///t", 0, version),
+    ),
     "spark checkpoint": (lambda: offsets.to_json({}), offsets.from_json),
     **{
         each.name: checkpoint(each.name)
@@ -135,7 +140,11 @@ def test_another_version_is_refused_by_name(
 
 @pytest.mark.parametrize(
     "entry",
-    [each for each in FORMATS if each.name not in ("spark checkpoint", "directory.json")],
+    [
+        each
+        for each in FORMATS
+        if each.name not in ("spark checkpoint", "directory.json", "table counters")
+    ],
     ids=lambda each: each.name,
 )
 def test_a_flipped_version_is_damage(entry: KnownFormat, monkeypatch: pytest.MonkeyPatch) -> None:

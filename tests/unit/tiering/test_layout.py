@@ -34,6 +34,15 @@ def test_a_name_tells_its_range_and_its_checksums(
     assert layout.parse_data_path(layout.data_path(name)) == name
 
 
+def test_the_name_of_a_jobs_file_is_none_of_the_copiers() -> None:
+    """C6: it tells the same, and nothing copies such a file again from the local log."""
+    name = DataName(3, 10, 20, -1, "a1", 7, 2**62)
+    path = layout.job_path(name)
+    assert layout.parse_written_path(path) == layout.parse_job_path(path) == name
+    assert layout.parse_data_path(path) is None
+    assert layout.parse_job_path(layout.data_path(name)) is None
+
+
 def test_other_names_tell_nothing() -> None:
     for path in (
         "partition=0/part-00000-abc.zstd.parquet",

@@ -25,6 +25,8 @@ from pk.tiering.layout import PartitionCounters
 from pk.tiering.store_settings import StoreSettings
 from pk.tiering.table import Commit, Snapshot
 
+#: The txn `check` of the counters 1 to 7, as builds before `removed_sum` wrote it.
+EARLIER_HASH = 2_821_451_839_813_834_519
 TOPIC, TOPIC_ID = "flights", "2f1c6a2e-55a0-4c87-9a6d-0d6f4f7f8f10"
 
 
@@ -51,6 +53,20 @@ async def opened(root: Path) -> AsyncIterator[DeltaTables]:
     finally:
         await real.close()
         await store.close()
+
+
+def test_the_counters_of_an_earlier_build_keep_their_hash() -> None:
+    """T2: a table whose later counters are 0 has the hash that earlier builds wrote and read."""
+    assert log_check.counters_check(PartitionCounters(1, 2, 3, 4, 5, 6, 7)) == EARLIER_HASH
+    later = PartitionCounters(1, 2, 3, 4, 5, 6, 7)._replace(removed_sum=1)
+    assert log_check.counters_check(later) != EARLIER_HASH
+
+
+def test_the_counters_of_a_newer_build_are_refused_by_name() -> None:
+    layout.check_version("file:///t", 0, None)
+    layout.check_version("file:///t", 0, layout.COUNTERS_VERSION)
+    with pytest.raises(errors.NewerFormat, match="file:///t: partition 3"):
+        layout.check_version("file:///t", 3, layout.COUNTERS_VERSION + 1)
 
 
 def test_commits_of_other_engines_need_no_checksum(tmp_path: Path) -> None:

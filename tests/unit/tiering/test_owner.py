@@ -139,7 +139,61 @@ def test_a_log_start_past_the_end_is_txn_only_first() -> None:
     assert len(result.waiting) == 1
     later = planned(on.after(result.commit, 6), append(30, 60), starts={0: LogStart(50, 2)})
     assert later.commit.removes == (data(0, 0, 30).path,)
-    assert refusals(later) == [errors.UnknownTierRange]
+    assert len(later.waiting) == 1  # T16
+    last = planned(later.commit.read.after(later.commit, 7), append(30, 60))
+    assert refusals(last) == [errors.UnknownTierRange]
+
+
+def test_a_version_that_takes_rows_away_holds_no_appends() -> None:
+    """T16: a reader of the table's stream skips such a version whole.  The appends that waited for
+    it go first in the next one, also under a constant retention.
+    """
+    on = snapshot(5, [data(0, 0, 10), data(0, 10, 20)], end=20, rows=20)
+    first = planned(on, append(20, 30), starts={0: LogStart(10)})
+    assert (first.commit.adds, len(first.commit.removes), len(first.waiting)) == ((), 1, 1)
+    starts = {0: LogStart(20)}
+    later = on.after(first.commit, 6)
+    second = plan(later, first.waiting, starts, appends_first=True)
+    assert (len(second.commit.adds), second.commit.removes) == (1, ())
+    third = planned(later.after(second.commit, 7), starts=starts)
+    assert (third.commit.adds, len(third.commit.removes)) == ((), 1)
+
+
+def named(start: int, end: int, row_sum: int) -> DataFile:
+    path = layout.data_path(layout.DataName(0, start, end, 0, "a", 0, row_sum))
+    return DataFile(path, 0, start, end - 1, 0, 0, end - start, 5)
+
+
+def test_what_retention_removes_is_summed() -> None:
+    """T2: the row sums of the live files are sum - removed_sum (tiering/accounting N6)."""
+    on = snapshot(5, [named(0, 10, 7), named(10, 20, 5)], end=20, rows=20, sum=12)
+    result = planned(on, starts={0: LogStart(10)})
+    assert result.commit.counters[0].removed_sum == 7
+
+
+def test_rows_that_an_earlier_build_removed_are_summed_with_the_next_ones() -> None:
+    on = snapshot(
+        5, [named(10, 20, 5), named(20, 30, 4)], start=10, end=30, rows=30, sum=16, removed=10
+    )
+    result = planned(on, starts={0: LogStart(20)})
+    assert result.commit.counters[0].removed_sum == 12
+
+
+def test_a_file_whose_name_states_no_sum_is_read_before_it_is_removed() -> None:
+    """T2: another engine wrote it."""
+    outside = DataFile("partition=0/part-1.parquet", 0, 0, 9, 0, 0, 10, 5)
+    on = snapshot(5, [outside, named(10, 20, 5)], end=20, rows=20, sum=12)
+    it = Driver()
+    it.step(PartitionsSeen({0: LogStart(10)})).loaded(on)
+    asked = it.asked.pop()
+    assert isinstance(asked, owning.SumRows)
+    assert asked.files == [outside]
+    it.step(owning.RowsSummed({outside.path: 7})).loaded(on)
+    commit = it.asked.pop()
+    assert commit.removes == (outside.path,)
+    assert commit.counters[0] == PartitionCounters(
+        10, 20, rows=20, sum=12, removed=10, removed_sum=7
+    )
 
 
 def test_a_deposed_leaders_log_start_moves_nothing() -> None:
