@@ -40,6 +40,10 @@ demo: $(VENV)/.jars ## real data: producer, broker, log, tier and Spark; the cou
 cluster: $(VENV)/.ready ## three nodes on this machine, in .cluster/; Ctrl-C drains them
 	$(PY) examples/cluster/run.py
 
+.PHONY: notebooks
+notebooks: $(VENV)/.jars ## run all notebooks, each in a fresh kernel, into build/notebooks/*.html (ARGS="01": one)
+	$(PY) notebooks/run.py $(ARGS)
+
 ##@ Tests
 .PHONY: test
 test: java setup test-fast test-real ## all that CI runs: without processes, then with
@@ -79,7 +83,7 @@ test-chaos: $(VENV)/.ready ## five rounds of kill -9 under load, and four faults
 .PHONY: check
 check: $(VENV)/.ready ## lint, types, layers, generated pages
 	$(VENV)/bin/ruff check .
-	$(VENV)/bin/codespell src log server client tiering sparkconnector sim docs *.md
+	$(VENV)/bin/codespell src log server client tiering sparkconnector sim notebooks docs *.md
 	$(VENV)/bin/mypy -p pk & types=$$!; \
 	  $(PYTEST) tests/test_tidy*.py || { wait $$types; exit 1; }; wait $$types
 
@@ -185,7 +189,7 @@ $(VENV)/.ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 	  { echo "error: pk needs Python 3.11 or newer; $(PYTHON) is not: make PYTHON=/path/to/python3.11"; exit 1; }
 	[ -x $(PY) ] || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[spark,s3,demo,bench,dev]'
+	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[spark,s3,demo,bench,notebooks,dev]'
 	@touch $@
 
 $(VENV)/.jars: $(VENV)/.ready | java
