@@ -41,10 +41,11 @@ from pk import errors
 from pk.log import identity
 from pk.log.directory import Directory
 from pk.log.identity import Identity
+from pk.log.index_cache import IndexCache
 from pk.log.loading import Loaded
 from pk.log.partition_log import PartitionLog
 from pk.log.plan import LogConfig
-from pk.log.segment import IndexCache, Segment, base_offset_of, file_name
+from pk.log.segment import Segment, base_offset_of, file_name
 from pk.log.storage import File, Storage
 from pk.types import NONE, Offset, PartitionKey, TopicPartition
 

@@ -22,8 +22,9 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
 from pk.log.damage import Damage
+from pk.log.index_cache import IndexCache
 from pk.log.plan import LogConfig
-from pk.log.segment import IndexCache, Segment
+from pk.log.segment import Segment
 from pk.log.storage import Storage
 from pk.types import Offset, TopicPartition
 

@@ -37,10 +37,10 @@ from pk.log.checkpointing import Checkpointer, OpenLogs
 from pk.log.creation import LogOrError, NewPartition, Site
 from pk.log.directory import Directory, Format, ProcessRun
 from pk.log.identity import ADOPTED, DISCARDED, Identity, Known
+from pk.log.index_cache import IndexCache
 from pk.log.partition_log import PartitionLog
 from pk.log.plan import LogConfig
 from pk.log.producers import Producers
-from pk.log.segment import IndexCache
 from pk.log.storage import Disk
 from pk.log.strays import Strays
 from pk.tasks import TaskRegistry

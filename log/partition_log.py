@@ -45,6 +45,7 @@ from pk.log.batch_cache import BatchCache
 from pk.log.control_rows import Marker
 from pk.log.damage import Damage, missing_in_front
 from pk.log.epochs import LeaderEpochs
+from pk.log.index_cache import IndexCache
 from pk.log.local_log import LocalLog
 from pk.log.plan import (
     Appended,
@@ -59,7 +60,6 @@ from pk.log.plan import (
 from pk.log.producers import Producers
 from pk.log.reading import LocalLogReader
 from pk.log.retention import SegmentFacts
-from pk.log.segment import IndexCache
 from pk.log.storage import Buffer, Storage
 from pk.log.validate import MarkerResult
 from pk.log.writing import LaneJob, LocalLogWriter

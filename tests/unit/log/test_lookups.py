@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pk import errors
-from pk.log.segment import IndexCache, Segment
+from pk.log.index_cache import IndexCache
+from pk.log.segment import Segment
 from tests.unit.log.conftest import NOW, Bench, make_batch
 
 PATH = "topics/t-0"

@@ -11,8 +11,8 @@ from pk import errors
 from pk.log import batch as batches
 from pk.log import columns, control_rows
 from pk.log.control_rows import Marker
+from pk.log.index_cache import IndexCache
 from pk.log.plan import Appended, Duplicate
-from pk.log.segment import IndexCache
 from pk.transactional_ids import TRANSACTIONAL
 from pk.types import AbortedTransaction, EpochStart
 
