@@ -199,6 +199,34 @@ def encode_lists(
     )
 
 
+def rewritten(
+    header: Header, rows: pa.RecordBatch, horizon_ms: int | None, level: int = 3
+) -> list[Buffer]:
+    """Encode what a cleaning keeps of a batch.  The offsets that the batch covers, its producer,
+    sequence, epoch, codec and kind stay those of `header`.
+
+    rows: at least one of its rows, as `columns.decode` returned them
+    horizon_ms: the delete horizon of the batch; None = it has none
+    """
+    offsets = numbers(rows.column("offset"))
+    sparse = rows.num_rows <= header.last_offset_delta
+    stamps: I64 | int = numbers(rows.column("timestamp").view(pa.int64()))
+    if header.log_append_time and horizon_ms is None:
+        stamps = header.max_timestamp
+    kind = batches.LOG_APPEND_TIME | batches.TRANSACTIONAL | batches.CONTROL
+    return _seal(
+        header._replace(attributes=header.attributes & kind, record_count=rows.num_rows),
+        stamps,
+        (offsets - header.base_offset).astype(np.uint32) if sparse else None,
+        _blob(rows.column("key"), "key"),
+        _blob(rows.column("value"), "value"),
+        _headers(rows.column("headers")),
+        header.codec,
+        level,
+        horizon_ms,
+    )
+
+
 def _kind(transactional: bool, control: bool) -> int:
     return (batches.TRANSACTIONAL if transactional else 0) | (batches.CONTROL if control else 0)
 
@@ -212,6 +240,7 @@ def _seal(
     headers: tuple[U32, _Blob, _Blob] | None,
     codec: str,
     level: int,
+    horizon_ms: int | None = None,
 ) -> list[Buffer]:
     """Put the sections in order, compress, compute the header."""
     attributes = header.attributes
@@ -219,13 +248,16 @@ def _seal(
     base = top = stamps if isinstance(stamps, int) else 0
     if not isinstance(stamps, int):
         base, top = int(stamps.min()), int(stamps.max())
-        if top != base:
-            wide = top - base >= 2**32
+        if top != base or horizon_ms is not None:
+            wide = top - base >= 2**32 or horizon_ms is not None
             attributes |= batches.TIMESTAMPS | (batches.TIMESTAMPS_I64 if wide else 0)
             parts.append(_raw(stamps if wide else (stamps - base).astype("<u4")))
     if base < batches.TIMESTAMP_MS_MIN or top > batches.TIMESTAMP_MS_MAX:
         worst = base if base < batches.TIMESTAMP_MS_MIN else top
         raise errors.SerializationError(f"timestamp {worst} ms is outside the years 1 to 9999")
+    if horizon_ms is not None:  # it takes the place of the smallest timestamp
+        attributes |= batches.DELETE_HORIZON
+        base = horizon_ms
     if deltas is not None:
         attributes |= batches.OFFSET_DELTAS
         parts.append(_raw(deltas))

@@ -36,7 +36,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pk import errors
-from pk.log import aborted, checkpoints, control_rows, index, producers, recovery
+from pk.log import aborted, checkpoints, control_rows, index, producers, recovery, swap
 from pk.log import epochs as leader_epochs
 from pk.log.batch import Header
 from pk.log.damage import Damage, is_torn
@@ -48,6 +48,7 @@ from pk.log.producers import Producers
 from pk.log.reading import verify_batches
 from pk.log.recovery import IndexState, RecoveryAction, Stop
 from pk.log.segment import (
+    CLEANED,
     DELETED,
     INDEX,
     LOG,
@@ -61,6 +62,7 @@ from pk.log.segment import (
     file_name,
 )
 from pk.log.storage import Storage
+from pk.log.swap import Swap
 from pk.types import NONE, Offset
 
 #: Name of the file that marks a directory in which a cut may be WRITTEN and not SYNCED (O9).
@@ -77,6 +79,7 @@ class Loaded:
     producers: Producers = field(default_factory=Producers)
     notes: list[str] = field(default_factory=list)
     created: bool = False  #: names may have changed since the directory was last synced
+    cleaned_end: Offset = 0  #: every offset below was cleaned (log/swap.py)
     blank: bool = False  #: the records and producers below the start are unknown (O2)
 
 
@@ -147,6 +150,7 @@ def _load(opening: Opening, log_start: Offset) -> Loaded:
     clean, same_boot = opening.clean, opening.same_boot
     recovery_point = opening.recovery_point
     storage.make_dir(path)
+    cleaned_end = swap.resume(storage, path)
     _sweep(opening)
     segments = _segments(opening)
     end = segments[-1].written.next_offset if segments else 0
@@ -191,6 +195,9 @@ def _load(opening: Opening, log_start: Offset) -> Loaded:
             segment.write_indexes(segment.written, sparse)
     if loaded.epochs.truncate_end(active.written.next_offset):  # O4
         storage.replace_file(f"{path}/{leader_epochs.FILE}", loaded.epochs.encode())
+    loaded.cleaned_end = min(cleaned_end, active.written.next_offset)
+    if loaded.cleaned_end < cleaned_end:  # log/swap W4
+        swap.write(storage, path, Swap(loaded.cleaned_end))
     first = segments[0].base_offset
     if 0 < first == active.written.next_offset:
         loaded.blank = first not in snapshots(storage, path)
@@ -198,14 +205,14 @@ def _load(opening: Opening, log_start: Offset) -> Loaded:
 
 
 def _sweep(opening: Opening) -> None:
-    """Remove files that an earlier process had marked for deletion, and indexes whose log is
-    missing.
+    """Remove files that an earlier process had marked for deletion, files of a cleaning that was
+    not swapped in, and indexes whose log is missing.
     """
     names = opening.storage.list(opening.path)
     for name in names:
         stem, dot, suffix = name.partition(".")
         orphan = dot + suffix in (INDEX, TIMEINDEX, TXNINDEX) and stem + LOG not in names
-        if orphan or name.endswith((DELETED, ".tmp")):
+        if orphan or name.endswith((DELETED, CLEANED, ".tmp")):
             opening.storage.remove(f"{opening.path}/{name}")
             opening.changed = True
 

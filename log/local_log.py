@@ -9,17 +9,23 @@ The loop, the write lane and the readers share one `LocalLog`.  Each field has o
     synced_by_loop          loop; write lane, as above
     synced_by_lane          write lane
     cuts, closed            write lane
+    swapped, swaps          write lane; the loop empties `swapped` once the swap's job has ended
+    cleaned_end             write lane
 
 Invariants
   M1  `segments` is one immutable tuple, oldest first, never empty.  It is replaced as a whole, so
       that a reader that took it once sees no change (log/reading A1).
   M2  The written end never exceeds the decided end (log/appending).
+  M3  A swap (log/swap.py) may run beside the loop, which may replace `segments` at the same time.
+      So the write lane does not replace the tuple: it sets `swapped`, which `segments` applies.
+  M4  `swapped` is set before `swaps` grows, and `swaps` grows before a file is renamed.  A reader
+      that finds `swaps` as it was before it took the segments has read the files that it meant.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from pk.log.damage import Damage
 from pk.log.index_cache import IndexCache
@@ -59,7 +65,11 @@ class LocalLog:
         self.topic_partition = topic_partition
         self.config = config
         self.cache = cache
-        self.segments: tuple[Segment, ...] = tuple(segments)
+        self._segments: tuple[Segment, ...] = tuple(segments)
+        #: segments that a swap replaces; None = by the new segment of an earlier one (M3)
+        self.swapped: Mapping[Segment, Segment | None] = {}
+        self.swaps = 0  #: how often files were swapped: a read that began before is void (M4)
+        self.cleaned_end: Offset = 0  #: every offset below was cleaned
         self.written_end: Offset = self.segments[-1].written.next_offset
         self.log_start = log_start
         #: How far the log is SYNCED by the write lane, and how far the loop knows it to be SYNCED.
@@ -69,6 +79,32 @@ class LocalLog:
         self.cuts = 0  #: how often the log was cut back: what was read before is void
         self.retired = False  #: the partition is being closed or deleted
         self.closed = False
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The segments (M1)."""
+        swapped = self.swapped
+        if not swapped:
+            return self._segments
+        found = (swapped.get(each, each) for each in self._segments)
+        return tuple(each for each in found if each is not None)
+
+    @segments.setter
+    def segments(self, segments: tuple[Segment, ...]) -> None:
+        self._segments = segments
+
+    def show_swapped(self, swapped: Mapping[Segment, Segment | None]) -> None:
+        """Show the new segments to readers, before their files are renamed (write lane)."""
+        self.swapped = swapped
+        self.swaps += 1
+        for segment in swapped:
+            segment.dropped = True
+            self.cache.forget(segment)
+
+    def settle_swap(self) -> None:
+        """Replace the tuple after a swap (loop)."""
+        self._segments = self.segments
+        self.swapped = {}
 
     @property
     def first_offset(self) -> Offset:

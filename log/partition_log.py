@@ -1,11 +1,12 @@
 """One partition's log: decide, write, complete, read, truncate, retain.
 
-`PartitionLog` is what the rest of pk sees.  It is composed of four parts:
+`PartitionLog` is what the rest of pk sees.  It is composed of five parts:
 
     LocalLog         log/local_log  the segments, how far they are written and SYNCED
     LogAppender      log/appending  what is decided and not yet written
     LocalLogWriter   log/writing    changes the files
     LocalLogReader   log/reading    reads what is written
+    SegmentSwaps     log/swapping   puts the segments of a cleaning in place
 
 Three threads call a `PartitionLog` (docs/design/0001).  Each method belongs to one of them:
 
@@ -61,6 +62,7 @@ from pk.log.producers import Producers
 from pk.log.reading import LocalLogReader
 from pk.log.retention import SegmentFacts
 from pk.log.storage import Buffer, Storage
+from pk.log.swapping import SegmentSwaps
 from pk.log.validate import MarkerResult
 from pk.log.writing import LaneJob, LocalLogWriter
 from pk.types import NONE, Offset, TopicPartition
@@ -113,9 +115,11 @@ class PartitionLog:
             synced_end=synced_end,
             cache=cache,
         )
+        self._local.cleaned_end = loaded.cleaned_end
         self._appender = LogAppender(self._local, loaded.epochs, loaded.producers)
         self._writer = LocalLogWriter(self._local, loaded.epochs, self._appender, loaded)
         self._reader = LocalLogReader(self._local, loaded.epochs)
+        self.cleaned = SegmentSwaps(self._local, self._writer)  #: the swaps of a compacted log
 
     @classmethod
     def open(

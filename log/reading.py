@@ -6,13 +6,15 @@ Rules
   A2  A read looks at nothing beyond the written end, or beyond its bound if that is lower.
   A3  Batches are returned whole and as they are stored.  Rows are decoded only for a search by
       time.
+  A4  A swap of cleaned segments (log/swap.py) may rename the files that a read is about to open.
+      A read during which a swap became visible is void, whatever it found, and is done again.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +35,7 @@ from pk.log.segment import SNAPSHOT, BatchWalk, NoBatch, Segment, file_name
 from pk.types import NONE
 
 Numbers = npt.NDArray[Any]
+T = TypeVar("T")
 
 
 class LocalLogReader:
@@ -64,6 +67,37 @@ class LocalLogReader:
         Raises `OffsetOutOfRange` below local_log_start or above written_end, `CorruptLog`
         (rule L9), and `DataLoss` in a range that is known to be damaged.
         """
+        return self._again_after_swap(
+            lambda: self._read(
+                offset, bound, max_bytes, min_one_batch, verify, verify_first, stored
+            )
+        )
+
+    def _again_after_swap(self, work: Callable[[], T]) -> T:
+        """Return what `work` returns or raises, unless a swap became visible meanwhile (A4).  A log
+        has one swap at a time, each after a whole cleaning, so few repetitions follow.
+        """
+        while True:
+            swaps = self._local.swaps
+            try:
+                found = work()
+            except Exception:
+                if self._local.swaps == swaps:
+                    raise
+            else:
+                if self._local.swaps == swaps:
+                    return found
+
+    def _read(
+        self,
+        offset: int,
+        bound: int,
+        max_bytes: int,
+        min_one_batch: bool,
+        verify: bool,
+        verify_first: bool,
+        stored: bool,
+    ) -> Read:
         segments, end = self._local.segments, self._local.written_end
         start = (
             segments[0].base_offset
@@ -152,6 +186,9 @@ class LocalLogReader:
         """Return when the last batch was appended (LogAppendTime).  None = its timestamp is the
         producer's, it is a control batch, or the log is empty.  Reads the disk.
         """
+        return self._again_after_swap(self._newest_append_ms)
+
+    def _newest_append_ms(self) -> int | None:
         for segment in reversed(self._local.segments):
             if segment.written.size:
                 raw = segment.read_at(segment.written.last_position, batches.HEADER_BYTES)
@@ -188,6 +225,9 @@ class LocalLogReader:
         not known.  From now on reads of these ranges raise `DataLoss`, and everything else is
         readable.  Takes as long as reading the segment; for the read lane.
         """
+        return self._again_after_swap(lambda: self._survey(offset))
+
+    def _survey(self, offset: int) -> list[Damage]:
         segments = self._local.segments
         at = max(0, segment_at(segments, offset))
         segment, extent = segments[at], segments[at].written
@@ -225,6 +265,9 @@ class LocalLogReader:
         """Return the first offset in `[local_log_start, bound)` with a timestamp of at least
         `timestamp_ms`.
         """
+        return self._again_after_swap(lambda: self._offset_for_time(timestamp_ms, bound))
+
+    def _offset_for_time(self, timestamp_ms: int, bound: int) -> TimeOffset | None:
         segments, start = self._local.segments, self._local.local_log_start
         for segment in segments:
             if segment.written.max_timestamp < timestamp_ms or segment.written.next_offset <= start:
@@ -263,6 +306,9 @@ class LocalLogReader:
         """Return the first record with the largest timestamp in `[local_log_start, bound)`
         (KIP-734).  `bound` must be where a batch begins, or the end.
         """
+        return self._again_after_swap(lambda: self._offset_of_max_timestamp(bound))
+
+    def _offset_of_max_timestamp(self, bound: int) -> TimeOffset | None:
         segments = self._local.segments
         start = max(segments[0].base_offset, self._local.log_start)
         top = NO_TIMESTAMP
@@ -272,12 +318,14 @@ class LocalLogReader:
                 continue
             if segment.base_offset >= bound:
                 break
-            if start <= extent.max_timestamp_offset < bound:
+            # in a compacted log the batch with this timestamp may be an empty header
+            trusted = not self._local.config.compacted
+            if trusted and start <= extent.max_timestamp_offset < bound:
                 top = extent.max_timestamp
                 continue
             with self._guarding(segment):
                 top = max(top, self._latest_in(segment, start, bound))
-        return None if top == NO_TIMESTAMP else self.offset_for_time(top, bound)
+        return None if top == NO_TIMESTAMP else self._offset_for_time(top, bound)
 
     def _latest_in(self, segment: Segment, start: int, bound: int) -> int:
         """Return the largest timestamp of the segment's records in `[start, bound)`.  The segment's
@@ -307,6 +355,9 @@ class LocalLogReader:
         """Return the local bytes below each offset, at index granularity, from the first segment
         on; the result grows with the offset.
         """
+        return self._again_after_swap(lambda: self._bytes_at(offsets))
+
+    def _bytes_at(self, offsets: Sequence[int]) -> list[int]:
         segments = self._local.segments
         starts = [0]
         for segment in segments:
@@ -327,6 +378,9 @@ class LocalLogReader:
         """Return at most `samples_max` pairs (offset, bytes of [start, offset)) at segment and
         index boundaries, both ends included.
         """
+        return self._again_after_swap(lambda: self._sample_offsets(start, end, samples_max))
+
+    def _sample_offsets(self, start: int, end: int, samples_max: int) -> list[tuple[int, int]]:
         start = max(start, self._local.local_log_start)
         end = max(start, min(end, self._local.written_end))
         inner = [np.empty(0, np.int64)]
@@ -340,7 +394,7 @@ class LocalLogReader:
         if len(found) > most:
             found = found[np.linspace(0, len(found) - 1, most).round().astype(np.int64)]
         marks = [start, *found.tolist(), *([end] if end > start else [])]
-        sizes = self.bytes_at(marks)
+        sizes = self._bytes_at(marks)
         return [(offset, size - sizes[0]) for offset, size in zip(marks, sizes, strict=True)]
 
 

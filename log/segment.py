@@ -36,6 +36,8 @@ from pk.log.storage import File, Storage
 
 LOG, INDEX, TIMEINDEX, TXNINDEX, SNAPSHOT = ".log", ".index", ".timeindex", ".txnindex", ".snapshot"
 DELETED = ".deleted"
+#: The last part of the name of a file that a cleaning has written and that is not in place yet.
+CLEANED = ".cleaned"
 #: The leading fields of a header: base offset, length, magic, last offset delta.
 _BRIEF = struct.Struct("<qi4xI8xi")
 #: Bytes that a walk over headers reads at a time; larger batches are stepped over.
@@ -170,10 +172,11 @@ class Segment:
         "hints",
         "index",
         "synced",
+        "tail",
         "written",
     )
 
-    def __init__(self, storage: Storage, directory: str, base_offset: int) -> None:
+    def __init__(self, storage: Storage, directory: str, base_offset: int, tail: str = "") -> None:
         self._storage = storage
         self.directory = directory
         self.base_offset = base_offset
@@ -190,6 +193,9 @@ class Segment:
         #: ranges that are known to be damaged; the tuple is replaced as a whole
         self.damage: tuple[Damage, ...] = ()
         self.hints: dict[int, int] = {}
+        #: What the names of the files have behind their suffix until the files are put in place
+        #: (log/swap.py); the write lane removes it.
+        self.tail = tail
 
     @property
     def is_hole(self) -> bool:
@@ -197,16 +203,28 @@ class Segment:
         return not self.written.size and bool(self.damage)
 
     def path(self, suffix: str = LOG) -> str:
-        return f"{self.directory}/{file_name(self.base_offset, suffix)}"
+        return f"{self.directory}/{file_name(self.base_offset, suffix)}{self.tail}"
 
     def stored_bytes(self) -> int:
         """Return the size of the log file, whatever is known of its content."""
-        with OpenFile(self._storage, self.path()) as file:
+        with self._open() as file:
             return file.size()
 
     def read_file(self, suffix: str) -> bytes:
         """Read a derived file.  Raises `FileNotFoundError`."""
-        return self._storage.read_file(self.path(suffix))
+        tail = self.tail  # first: the write lane may remove it
+        path = self.path(suffix)
+        try:
+            return self._storage.read_file(path)
+        except FileNotFoundError:
+            if not tail:
+                raise
+            return self._storage.read_file(path.removesuffix(tail))  # put in place meanwhile
+
+    def _open(self) -> OpenFile:
+        tail = self.tail  # first: the write lane may remove it
+        path = self.path()
+        return OpenFile(self._storage, path, path.removesuffix(tail) if tail else path + DELETED)
 
     # -- decide (loop) -----------------------------------------------------------------------------
     def grow(
@@ -272,9 +290,8 @@ class Segment:
         """Load the index.  Raises `index.CorruptIndex` if it is torn or does not belong to the
         content of the log, and `FileNotFoundError`.
         """
-        raw = self._storage.read_file(self.path(INDEX))
         sparse, extent = index.decode(
-            self.base_offset, raw, self._storage.read_file(self.path(TIMEINDEX))
+            self.base_offset, self.read_file(INDEX), self.read_file(TIMEINDEX)
         )
         if extent.size:
             last = self.read_at(extent.last_position, HEADER_BYTES)
@@ -295,7 +312,7 @@ class Segment:
                 return file.read(position, size)
             except FileNotFoundError:
                 pass  # sealed and closed in the meantime
-        with OpenFile(self._storage, self.path()) as opened:
+        with self._open() as opened:
             return opened.read(position, size)
 
     def piece(
@@ -307,7 +324,7 @@ class Segment:
         if self.file is not None:
             found = self._cut(self.read_at, sparse, offset, bound, max_bytes, min_one)
         else:
-            with OpenFile(self._storage, self.path()) as opened:
+            with self._open() as opened:
                 found = self._cut(opened.read, sparse, offset, bound, max_bytes, min_one)
         if found is None:
             return None
@@ -397,15 +414,16 @@ class NoBatch(Exception):
 
 
 class OpenFile:
-    """Opens a file for reading for the length of a `with`.  A dropped segment is found under its
-    new name.
+    """Opens a file for reading for the length of a `with`.
+
+    other: the name that the file gets when it is renamed.  By default that of a dropped segment
     """
 
-    def __init__(self, storage: Storage, path: str) -> None:
+    def __init__(self, storage: Storage, path: str, other: str = "") -> None:
         try:
             self._file = storage.open(path, write=False)
         except FileNotFoundError:
-            self._file = storage.open(path + DELETED, write=False)
+            self._file = storage.open(other or path + DELETED, write=False)
 
     def __enter__(self) -> File:
         return self._file

@@ -16,12 +16,13 @@ Rules
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from pk import errors
 from pk.log import epochs as leader_epochs
 from pk.log import loading
+from pk.log import swap as cleaner_swap
 from pk.log.epochs import LeaderEpochs
 from pk.log.local_log import LocalLog, segment_at
 from pk.log.plan import AppendOp, EpochOp, RepairOp, RollOp, WritePlan
@@ -36,6 +37,7 @@ from pk.log.segment import (
     write_file,
 )
 from pk.log.storage import Storage
+from pk.log.swap import Swap
 from pk.types import NONE, Offset
 
 LaneJob = Callable[[], None]
@@ -80,6 +82,8 @@ class LocalLogWriter:
         self._pending_delete: list[Segment] = []
         #: a snapshot of another replica may lie above the end (log/loading O8)
         self._foreign = False
+        self._swap: Swap | None = None  #: decided, and not finished (log/swap W2)
+        self._new: Sequence[Segment] = ()  #: its new segments
 
     @property
     def blank(self) -> bool:
@@ -218,6 +222,41 @@ class LocalLogWriter:
             active.write_indexes(active.written)
         return self._local.synced_end
 
+    def swap(self, swap: Swap, segments: Mapping[Segment, Segment | None]) -> None:
+        """Put cleaned segments in place (log/swap.py).
+
+        segments: each segment that is replaced, with the new one; None = an earlier segment has
+            that new one
+
+        Raises `StorageFull`.  If `swap_pending` is true then, the swap is decided, and a later job
+        finishes it; otherwise nothing has changed.
+        """
+        self._finish_drops()
+        self._storage.sync_dir(self._path)
+        try:
+            cleaner_swap.write(self._storage, self._path, swap)
+        except errors.StorageFull:  # it may have been written; without it the log counts as dirty
+            self._storage.remove(f"{self._path}/{cleaner_swap.FILE}")
+            raise
+        self._swap = swap
+        self._new = [each for each in segments.values() if each is not None]
+        self._local.cleaned_end = swap.cleaned_end
+        self._unsynced = [each for each in self._unsynced if each not in segments]
+        self._local.show_swapped(segments)
+        self._finish_swap()
+
+    @property
+    def swap_pending(self) -> bool:
+        """Whether a swap is decided and not finished."""
+        return self._swap is not None
+
+    def _finish_swap(self) -> None:
+        if self._swap is not None:
+            cleaner_swap.carry_out(self._storage, self._path, self._swap)
+            for segment in self._new:
+                segment.tail = ""
+            self._swap, self._new = None, ()
+
     def truncate_to(self, offset: int) -> None:
         """Drop every batch that reaches `offset` or above.  Nothing may be decided or queued
         meanwhile.  The manager lowers the recovery point first.
@@ -311,8 +350,9 @@ class LocalLogWriter:
     def _finish_drops(self) -> None:
         """Rename the dropped segments that a full disk kept, before a recovery point passes them.
         They were never synced, and after a power loss their damage would count as damage of the log
-        (rule L9).
+        (rule L9).  A swap that a full disk interrupted is finished first (log/swap W2).
         """
+        self._finish_swap()
         for segment in self._rename_pending_delete():
             self._storage.remove(segment.path() + DELETED)
 
@@ -384,6 +424,7 @@ class LocalLogWriter:
         """Replace the state of the log by what was found in its files, all of it SYNCED."""
         self._decided.restart(loaded.producers, loaded.segments[-1])
         self._blank = loaded.blank
+        self._local.cleaned_end = loaded.cleaned_end
         # Count a second cut: a reader that began after the first one saw the old segments.
         self._local.replace_segments(loaded.segments)
         self._end = self._local.written_end

@@ -256,8 +256,15 @@ def test_a_new_log_is_what_opening_it_would_find() -> None:
         )
         assert (made.log_end, made.segments) == (opened.log_end, opened.segments)
         parts = "_local", "_appender", "_writer", "_reader"
-        elsewhere = {"storage", "_storage", "cache", "_decided", *parts}  # two logs have two
-        compared_below = {"segments", "tail", "_unsynced", "epochs", "_epochs", "producers"}
+        elsewhere = {
+            "storage",
+            "_storage",
+            "cache",
+            "_decided",
+            "cleaned",
+            *parts,
+        }  # two logs have two
+        compared_below = {"_segments", "tail", "_unsynced", "epochs", "_epochs", "producers"}
         for part in ("", *parts):
             mine, theirs = (vars(getattr(log, part) if part else log) for log in (made, opened))
             assert mine.keys() == theirs.keys()

@@ -1,0 +1,148 @@
+"""What a cleaning of a local log gets from the broker, and what it returns.
+
+The broker and the process of the cleaner exchange both as lines of JSON; one build runs both.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pk.compaction.plan import CompactionPlan
+from pk.compaction.retain import Cleaning, LiveProducers
+from pk.log.aborted import AbortedEntry
+from pk.log.batch import TIMESTAMP_MS_MAX
+from pk.log.partition_log import PartitionLog
+from pk.log.swap import Replacement, Swap
+from pk.types import AbortedTransaction, Offset
+
+#: A cleaning must be in place within this time and a second for each megabyte; otherwise the
+#: broker discards it (compaction/retain: `Cleaning.deadline_ms`).
+CLEANING_MS = 60_000
+
+
+class SealedSegment(NamedTuple):
+    """A segment that the cleaning reads."""
+
+    base_offset: Offset
+    next_offset: Offset
+    size: int  #: bytes
+
+
+class CleaningJob(NamedTuple):
+    """One cleaning of one log."""
+
+    root: str  #: of the storage
+    path: str  #: of the log, relative to the root
+    tail: str  #: what the names of the written files end with; no other cleaning has it
+    segments: Sequence[SealedSegment]  #: every sealed segment with an offset below the end
+    first_dirty: Offset
+    cleaning: Cleaning
+    live: LiveProducers
+    #: every aborted transaction with records below the end, wherever its marker lies
+    aborted: Sequence[AbortedTransaction]
+    entries: Sequence[AbortedEntry]  #: of the segments' aborted indexes
+    segment_bytes: int
+    index_interval_bytes: int
+    map_bytes: int  #: bound of the offset map
+
+
+class CleanedSegment(NamedTuple):
+    """A segment that the cleaning has written, and the segments that it replaces."""
+
+    base_offset: Offset
+    replaces: Sequence[Offset]  #: base offsets, ascending; the first is `base_offset`
+
+
+class CleaningResult(NamedTuple):
+    """What a cleaning has written.  Its files are SYNCED; their names are not."""
+
+    end: Offset  #: the new cleaned end
+    segments: Sequence[CleanedSegment]  #: ascending; unchanged segments are missing
+    bytes_read: int
+    bytes_written: int
+    keys: int  #: in the offset map
+    superseded: int  #: rows that were dropped, by reason
+    aborted: int
+    tombstones: int
+    without_key: int
+
+
+def make_job(
+    log: PartitionLog,
+    plan: CompactionPlan,
+    *,
+    root: str,
+    tail: str,
+    settled_end: Offset,
+    delete_retention_ms: int,
+    map_bytes: int,
+    now_ms: int | None,
+) -> CleaningJob:
+    """Return the job that does what `plan` says.  Called on the loop, after the plan was made.
+
+    now_ms: the time of the controller; None = it is not trusted (rule L10)
+    """
+    config = log.config
+    segments = [
+        SealedSegment(each.base_offset, each.next_offset, each.size)
+        for each in log.segments[:-1]
+        if each.base_offset < plan.end
+    ]
+    deadline_ms = None
+    if now_ms is not None:
+        deadline_ms = now_ms + CLEANING_MS + sum(each.size for each in segments) // 1000
+        delete_retention_ms = min(delete_retention_ms, TIMESTAMP_MS_MAX - deadline_ms)
+    return CleaningJob(
+        root,
+        log.path,
+        tail,
+        segments,
+        plan.first_dirty,
+        Cleaning(plan.end, settled_end, delete_retention_ms, now_ms, deadline_ms),
+        LiveProducers.of(log.producers.items()),
+        log.aborted_in(log.first_offset, plan.end).transactions,
+        log.cleaned.aborted_entries(plan.end),
+        config.segment_bytes,
+        config.index_interval_bytes,
+        map_bytes,
+    )
+
+
+def swap_of(job: CleaningJob, result: CleaningResult) -> Swap:
+    """Return the swap that puts the segments of a cleaning in place."""
+    replacements = tuple(Replacement(each[0], tuple(each[1])) for each in result.segments)
+    return Swap(result.end, job.tail, replacements)
+
+
+def job_to_json(job: CleaningJob) -> str:
+    """Return the job as one line."""
+    live = [column.tolist() for column in job.live]
+    return json.dumps({**job._asdict(), "live": live})
+
+
+def job_from_json(line: str) -> CleaningJob:
+    """Return the job that `job_to_json` wrote."""
+    found: dict[str, Any] = json.loads(line)
+    return CleaningJob(**found)._replace(
+        segments=[SealedSegment(*each) for each in found["segments"]],
+        cleaning=Cleaning(*found["cleaning"]),
+        live=LiveProducers(*(np.array(each, np.int64) for each in found["live"])),
+        aborted=[AbortedTransaction(*each) for each in found["aborted"]],
+        entries=[AbortedEntry(*each) for each in found["entries"]],
+    )
+
+
+def result_to_json(result: CleaningResult) -> str:
+    """Return the result as one line."""
+    return json.dumps({"cleaned": result._asdict()})
+
+
+def result_from_json(found: dict[str, Any]) -> CleaningResult:
+    """Return the result that `result_to_json` wrote, after `json.loads`."""
+    fields = found["cleaned"]
+    segments = [CleanedSegment(*each) for each in fields["segments"]]
+    return CleaningResult(**{**fields, "segments": segments})

@@ -1,0 +1,81 @@
+"""What a cleaning of a compacted log asks of the log: its sealed segments, and their swap
+(log/swap.py).
+
+Threads (log/partition_log.py): `open_written` belongs to the read lane, the job of `begin` to the
+write lane, everything else to the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pk import errors
+from pk.log.aborted import AbortedEntry
+from pk.log.local_log import LocalLog
+from pk.log.segment import Segment
+from pk.log.swap import Swap, open_cleaned
+from pk.log.writing import LaneJob, LocalLogWriter
+from pk.types import Offset
+
+#: The segments that a swap replaces, each with the new one; None = an earlier segment has it.
+Swapped = Mapping[Segment, Segment | None]
+
+
+class SegmentSwaps:
+    """The swaps of one partition's log."""
+
+    def __init__(self, local: LocalLog, writer: LocalLogWriter) -> None:
+        self._local = local
+        self._writer = writer
+        #: Files of a cleaning are being put in place: no segment may be dropped meanwhile.
+        self.running = False
+
+    @property
+    def end(self) -> Offset:
+        """The cleaned end: every offset below was cleaned (rule C1)."""
+        return self._local.cleaned_end
+
+    @property
+    def count(self) -> int:
+        """How often segments were swapped.  A plan of retention that was made before is void."""
+        return self._local.swaps
+
+    @property
+    def pending(self) -> bool:
+        """Whether a full disk interrupted a swap: it is decided, and the lane will finish it."""
+        return self._writer.swap_pending
+
+    def aborted_entries(self, end: Offset) -> list[AbortedEntry]:
+        """The entries of the aborted indexes of the sealed segments that begin below `end`."""
+        sealed = self._local.segments[:-1]
+        return [entry for s in sealed if s.base_offset < end for entry in s.aborted]
+
+    def open_written(self, swap: Swap) -> Swapped:
+        """Open the segments of a cleaning (read lane); see `swap.open_cleaned`.  Raises
+        `CorruptLog`, also if the segments that they replace are not there any more.
+        """
+        segments = {each.base_offset: each for each in self._local.segments[:-1]}
+        found: dict[Segment, Segment | None] = {}
+        for _, bases in swap.replacements:
+            if any(base not in segments for base in bases):
+                raise errors.CorruptLog(f"{self._local.path} lacks a segment that was cleaned")
+            replaced = [segments[base] for base in bases]
+            new = open_cleaned(self._local.storage, self._local.path, swap.tail, replaced)
+            found.update({replaced[0]: new, **dict.fromkeys(replaced[1:])})
+        return found
+
+    def begin(self, swap: Swap, segments: Swapped) -> LaneJob | None:
+        """Return the job for the write lane that puts the segments of a cleaning in place.  The
+        caller submits it at once and calls `end_job` after it.  None = the log has changed in the
+        meantime, and the cleaning is void.
+        """
+        present = dict.fromkeys(self._local.segments[:-1])
+        if self.running or not all(each in present for each in segments):
+            return None
+        self.running = True
+        return lambda: self._writer.swap(swap, segments)
+
+    def end_job(self) -> None:
+        """Note that the job of `begin` has ended."""
+        self._local.settle_swap()
+        self.running = False

@@ -1,0 +1,185 @@
+"""The runner of a local log: what it reads, writes and leaves alone (compaction/local_cleaner)."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pk import errors
+from pk.compaction import cleaning_job, local_cleaner
+from pk.compaction.offset_map import ENTRY_BYTES
+from pk.log import batch as batches
+from tests.kit.cleaned_log import PATH, CleanedLog, Record
+
+
+def written(count: int = 30) -> CleanedLog:
+    log = CleanedLog()
+    for n in range(count):
+        log.write(1, [(b"a", b"%d" % n), (b"k%d" % (n % 3), b"v" * 50)])
+    log.roll()
+    return log
+
+
+def test_superseded_records_go_and_small_segments_are_merged() -> None:
+    log = written()
+    before, size = log.log.segment_count, log.log.size_bytes
+    result = log.clean()
+    assert result.end == log.log.log_end == log.log.cleaned.end
+    assert log.log.segment_count < before
+    assert log.log.size_bytes < size / 2
+    assert [each.key for each in log.records()] == [b"k0", b"k1", b"a", b"k2"]
+    assert result.superseded == 60 - 4
+    log.check()
+
+
+def test_a_cleaned_log_is_not_written_again() -> None:
+    """compaction/local_cleaner N5: once small segments are merged, a repetition writes nothing."""
+    log = written()
+    for _ in range(4):
+        log.clean()
+    files = log.storage.files()
+    result = log.written(log.job())
+    assert (result.segments, result.bytes_written) == ([], 0)
+    assert log.storage.files() == files
+
+
+def test_batches_keep_their_range_producer_and_codec() -> None:
+    """compaction/local_cleaner N1: the header of a batch changes only in its rows."""
+    log = CleanedLog()
+    log.write(1, [(b"a", b"1"), (b"b", b"2"), (b"c", b"3")])
+    log.write(2, [(b"b", b"4"), (b"d", b"5")])
+    log.roll()
+    (before, _) = (batches.read_header(raw) for raw in log.raw())
+    log.clean()
+    (after, _) = (batches.read_header(raw) for raw in log.raw())
+    same = ("base_offset", "last_offset", "leader_epoch", "codec", "producer_id", "producer_epoch")
+    for name in (*same, "base_sequence", "max_timestamp"):
+        assert getattr(after, name) == getattr(before, name), name
+    assert (after.record_count, after.sparse) == (2, True)
+    assert log.records()[:2] == [Record(0, b"a", b"1"), Record(2, b"c", b"3")]
+
+
+def test_the_last_batch_of_a_segment_stays_as_an_empty_header() -> None:
+    """compaction/local_cleaner N2: segments join, although nothing else needs the batch."""
+    log = CleanedLog(segment_bytes=200)
+    for _ in range(8):
+        log.write(0, [(b"a", b"v" * 100)])
+    log.roll()
+    log.clean()
+    log.check()
+    headers = [batches.read_header(raw) for raw in log.raw()]
+    assert [header.record_count for header in headers if not header.record_count]
+    assert log.log.segments[-1].base_offset == 8
+
+
+def test_rows_of_log_append_time_keep_their_time() -> None:
+    log = CleanedLog(message_timestamp_type="LogAppendTime")
+    for n in range(3):
+        log.now_ms += 1000
+        log.write(1, [(b"a", None), (b"k%d" % n, b"1")])
+    log.roll()
+    before = log.log.offset_for_time(log.now_ms, 100)
+    log.clean()
+    assert log.log.offset_for_time(log.now_ms, 100) == before
+    assert log.log.offset_of_max_timestamp(100) == before
+    tombstone = [batches.read_header(raw) for raw in log.raw()][-1]
+    assert tombstone.has_delete_horizon
+    assert tombstone.max_timestamp == log.now_ms
+
+
+def test_the_largest_timestamp_may_be_that_of_a_removed_record() -> None:
+    log = CleanedLog()
+    log.write(0, [(b"b", b"1")])
+    log.now_ms += 1000
+    log.write(1, [(b"a", b"1")])
+    log.now_ms -= 500
+    log.write(2, [(b"a", b"2")])
+    log.roll()
+    log.clean()
+    found = log.log.offset_of_max_timestamp(100)
+    assert found is not None
+    assert found.offset == 2
+
+
+def test_a_tombstone_goes_after_its_horizon() -> None:
+    log = CleanedLog()
+    log.write(0, [(b"a", b"1"), (b"b", b"1")])
+    log.write(0, [(b"a", None)])
+    log.write(0, [(b"c", b"1")])
+    log.roll()
+    job = log.job()
+    assert job.cleaning.deadline_ms is not None
+    log.put_in_place(job, log.written(job))
+    assert [each.offset for each in log.records()] == [1, 2, 3]
+    log.now_ms = job.cleaning.new_horizon
+    log.clean()
+    assert [each.offset for each in log.records()] == [1, 2, 3]
+    log.now_ms += 1
+    assert log.clean(settled_end=2).tombstones == 0
+    assert log.clean(clock=False).tombstones == 0
+    assert log.clean().tombstones == 1
+    assert [each.offset for each in log.records()] == [1, 3]
+
+
+def test_aborted_records_go_and_their_entry_stays_with_the_marker() -> None:
+    """compaction/local_cleaner N3: a reader may ask for the entry after the swap."""
+    log = CleanedLog()
+    log.write(3, [(b"a", b"aborted")])
+    log.finish(3, commit=False)
+    log.write(0, [(b"b", b"1")])
+    log.roll()
+    entries = log.log.aborted_in(0, 100).transactions
+    assert log.clean().aborted == 1
+    assert [each.key for each in log.records()] == [b"b"]
+    assert log.log.aborted_in(0, 100).transactions == entries != []
+    log.reopen()
+    assert log.log.aborted_in(0, 100).transactions == entries
+
+
+def test_a_full_map_ends_the_cleaning_early() -> None:
+    log = written()
+    result = log.clean(memory=3 * (ENTRY_BYTES + 2))
+    assert 0 < result.end < log.log.log_end
+    log.check()
+    ends = [result.end]
+    while ends[-1] < log.log.log_end:
+        ends.append(log.clean(memory=3 * (ENTRY_BYTES + 2)).end)
+        log.check()
+    assert len(ends) > 2
+
+
+def test_damage_ends_the_cleaning() -> None:
+    """compaction/local_cleaner N6, L9: nothing is replaced."""
+    log = written()
+    name = f"{PATH}/{0:020d}.log"
+    log.storage.rot(name, 100, 3)
+    with pytest.raises(errors.CorruptLog, match="checksum"):
+        log.written(log.job())
+    assert log.log.cleaned.end == 0
+
+
+def test_large_batches_and_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, small = written(), written()
+    whole.clean()
+    monkeypatch.setattr(local_cleaner, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(local_cleaner, "DECODED_BLOCK_BYTES", 1)
+    small.clean()
+    assert small.raw() == whole.raw()
+
+
+def test_a_job_and_its_result_survive_the_pipe() -> None:
+    log = written()
+    log.write(3, [(b"a", b"1")])
+    log.finish(3, commit=False)
+    log.roll()
+    job = log.job()
+    again = cleaning_job.job_from_json(cleaning_job.job_to_json(job))
+    for name in job._fields:
+        if name != "live":
+            assert getattr(again, name) == getattr(job, name), name
+    for mine, theirs in zip(again.live, job.live, strict=True):
+        assert mine.tolist() == theirs.tolist()
+    result = log.written(job)
+    line = cleaning_job.result_to_json(result)
+    assert cleaning_job.result_from_json(json.loads(line)) == result
