@@ -109,6 +109,7 @@ class PartitionsSeen:
 
     partitions: Mapping[int, LogStart]
     gone: Sequence[int] = ()
+    lease_token: int = 0  #: of the maintenance lease of the topic; 0 = no job holds it (C5)
 
 
 @dataclass(slots=True)
@@ -214,6 +215,8 @@ class _State:
     #: row sums of files whose names do not state them, as long as the table names them
     sums: dict[str, int] = field(default_factory=dict)
     took_rows: bool = False  #: the last commit took rows away (T16)
+    lease_token: int = 0  #: of the job that holds the lease; 0 = none (C5)
+    lease_newest: int = 0  #: the highest token that was ever seen: an older job is refused
 
 
 class Owner:
@@ -305,6 +308,9 @@ class Owner:
 
     def _seen(self, event: PartitionsSeen) -> None:
         state = self._state
+        if event.partitions:
+            state.lease_token = event.lease_token
+            state.lease_newest = max(state.lease_newest, event.lease_token)
         for partition in event.gone:
             state.log_starts.pop(partition, None)
         for partition, start in event.partitions.items():

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pk import errors
-from pk.tiering import accounting
+from pk.tiering import accounting, rewrites
 from pk.tiering.accounting import suspects
 from pk.tiering.data_files import DataFile, NewFile
 from pk.tiering.layout import SUM_MODULUS, PartitionCounters
@@ -141,12 +141,14 @@ def plan(
     sums: Mapping[str, int] | None = None,
     *,
     appends_first: bool = False,
+    lease_newest: int = 0,
 ) -> Plan:
     """Returns the next commit on `snapshot`: log starts first (T9), then claims and hand-overs in
     order.
 
     sums: row sums of files whose names do not state them
     appends_first: the version before took rows away; waiting appends come first (T16)
+    lease_newest: hand-overs of jobs with an older lease are refused (C5)
     """
     waiting = list(waiting)
     draft = _Draft(snapshot, sums or {})
@@ -158,6 +160,8 @@ def plan(
     for item in waiting:
         if isinstance(item, Claim):
             _take_claim(draft, item, result)
+        elif 0 < item.change.lease_token < lease_newest:
+            result.refused.append((item, _old_lease(item.change.lease_token, lease_newest)))
         else:
             _take(draft, item, result)
     result.commit = draft.commit(any(draft.removes.values()))
@@ -354,6 +358,9 @@ def _checked(draft: _Draft, change: wire.CommitToTableRequest) -> dict[int, Part
             cleaned=max(before.cleaned, counter.cleaned),
             forgotten=max(before.forgotten, counter.forgotten),
         )
+    if change.lease_token:
+        rewrites.check(draft.snapshot, change)
+        draft.closed.update(after)
     if change.refill:
         _check_refill(draft, change)
         draft.closed.update(after)
@@ -381,6 +388,14 @@ def _check_numbers(counter: wire.TierCounter, adds: Sequence[wire.AddFile]) -> N
             f"partition {counter.partition}: {rows} rows in the files, "
             f"{counter.rows_added} in the counters"
         )
+
+
+def _old_lease(token: int, newest: int) -> errors.LeaseHeld:
+    return errors.LeaseHeld(
+        f"the lease with token {token} has ended, lease {newest} was granted since: nothing was "
+        "committed for it. Run the job again",
+        token=str(token),
+    )
 
 
 def _fenced(partition: int, claim: Epoch, epoch: Epoch) -> errors.FencedLeaderEpoch:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
+from pk import errors
 from pk.tiering.accounting import RowsMissing
 from pk.tiering.copier import Copier
 from pk.tiering.damage import DamagedFiles
@@ -49,3 +51,13 @@ class TopicTier:
     damaged: DamagedFiles = field(default_factory=DamagedFiles)
     #: of the partitions led on this node
     missing: dict[int, RowsMissing] = field(default_factory=dict)
+
+
+def answer(request: Any, reply: Any) -> None:
+    """Completes the future of a request with its reply or error."""
+    if request.done():
+        return  # the caller was cancelled
+    if isinstance(reply, errors.PkError):
+        request.set_exception(reply)
+    else:
+        request.set_result(reply)

@@ -46,7 +46,7 @@ from pk.tiering.plan import LogStart
 from pk.tiering.reader import FetchedBatches, TablePartition, TierReader, TimeFound, never
 from pk.tiering.row_sums import row_sums
 from pk.tiering.table import Commit, MayDelete, Snapshot, TableFactory, always
-from pk.tiering.topic_tier import Counts, LedPartition, TopicTier
+from pk.tiering.topic_tier import Counts, LedPartition, TopicTier, answer
 from pk.types import NONE, Epoch, Offset, PartitionKey
 from pk.wire import pk_pb2 as wire
 from pk.world import World
@@ -158,7 +158,8 @@ class TierWorker:
             if session_lost:
                 self._step_copier(topic, led, copying.SessionLost())
             self._step_copier(topic, led, copying.Viewed(view))
-        self._step_owner(topic, owning.PartitionsSeen(starts))
+        seen = owning.PartitionsSeen(starts, lease_token=partitions[0].lease_token)
+        self._step_owner(topic, seen)
 
     def _forget(self, key: PartitionKey) -> None:
         topic = self.topics.get(key.topic_id)
@@ -382,7 +383,7 @@ class TierWorker:
                 case Send(message=operation):
                     self._tasks.spawn(self._on_table(topic, operation))
                 case Respond(request=request, reply=reply):
-                    _answer(request, reply)
+                    answer(request, reply)
                 case SetTimer(at_ms=at_ms):
                     wake = functools.partial(self._step_owner, topic, owning.Wake())
                     self._set_timer((topic.topic_id, NONE), at_ms, wake)
@@ -592,13 +593,3 @@ class TierWorker:
             timer.cancel()
         await self._tasks.close()
         await self.reader.close()
-
-
-def _answer(request: Any, reply: Any) -> None:
-    future: asyncio.Future[Any] = request
-    if future.done():
-        return  # the caller was cancelled
-    if isinstance(reply, errors.PkError):
-        future.set_exception(reply)
-    else:
-        future.set_result(reply)

@@ -46,7 +46,7 @@ from pk.server.broker.snapshot_loader import load_image
 from pk.server.metadata import records
 from pk.server.metadata.cache import MetadataCache
 from pk.server.metadata.delta import difference
-from pk.server.metadata.image import TOPIC_RESOURCE
+from pk.server.metadata.image import LEASE_RESOURCE, TOPIC_RESOURCE
 from pk.server.raft.log_reader import SLICE_RECORDS
 from pk.server.replica.alter_partition import AlterPartitionManager
 from pk.server.replica.context import Environment
@@ -76,6 +76,7 @@ class _Changes:
         self.purges: dict[str, str] = {}  #: deleted topics with tables to remove: names
         self.topics: dict[str, None] = {}  #: names whose metadata reply changed
         self.configured: dict[str, None] = {}  #: names whose settings changed
+        self.leased: dict[str, None] = {}  #: ids of topics whose maintenance lease changed
         self.all_configured = False
         self.brokers = False
         self.me = False
@@ -96,6 +97,8 @@ class _Changes:
         elif kind == "config":
             if record.config.resource_type == TOPIC_RESOURCE:
                 self.configured[record.config.resource_name] = None
+            elif record.config.resource_type == LEASE_RESOURCE:
+                self.leased[record.config.resource_name] = None
             else:
                 self.all_configured = True
         elif kind in ("register_broker", "broker_change", "unregister_broker"):
@@ -320,6 +323,8 @@ class MetadataPublisher:
             self._replica_manager.reconfigure(
                 None if changes.all_configured else changes.configured
             )
+        for topic_id in changes.leased:
+            self._replica_manager.lease_changed(topic_id)
         for some in together(list(keys)):
             await self._creator.create_missing(some)
             for key in some:

@@ -154,6 +154,14 @@ class ReplicaManager:
         await self._fetchers.wait_until_idle(partition)
         await discard(self._env, self._manager, self._directories, partition.key, str(partition))
 
+    def lease_changed(self, topic_id: str) -> None:
+        """Describe the led partitions of a topic to the tier process again: a maintenance lease was
+        granted or released (rule C5)."""
+        for partition in self._partitions.values():
+            if partition.key.topic_id == topic_id and partition.leader is not None:
+                self._feed.touch(partition.key)
+                self._feed.moved.set()
+
     def reconfigure(self, topics: Collection[str] | None) -> None:
         """Apply the current settings of these topics to their partitions; None = of all topics."""
         for partition in self._partitions.values():

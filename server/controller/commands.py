@@ -206,6 +206,27 @@ class AlterPartition:
 
 
 @dataclass(slots=True, frozen=True)
+class AcquireLease:
+    """A maintenance job asks for the lease of a table (rule C5).
+
+    `renewed`: the topics whose lease was renewed within its TTL.
+    """
+
+    request: wire.AcquireLeaseRequest
+    renewed: frozenset[TopicId] = frozenset()
+
+
+@dataclass(slots=True, frozen=True)
+class RenewLease:
+    request: wire.RenewLeaseRequest
+
+
+@dataclass(slots=True, frozen=True)
+class ReleaseLease:
+    request: wire.ReleaseLeaseRequest
+
+
+@dataclass(slots=True, frozen=True)
 class Rules:
     """The settings that decisions depend on."""
 

@@ -28,6 +28,7 @@ from pk.server.controller import (
     config_changes,
     internal_topics,
     leaders,
+    leases,
     levels,
     reassignments,
     topics,
@@ -64,6 +65,9 @@ Command = (
     | commands.ListBrokers
     | commands.DescribeCluster
     | commands.UpgradeCluster
+    | commands.AcquireLease
+    | commands.RenewLease
+    | commands.ReleaseLease
 )
 
 
@@ -134,4 +138,7 @@ _DECISIONS: dict[type, Callable[[MetadataImage, Rules, Any], Out]] = {
     commands.ListBrokers: brokers.list_brokers,
     commands.DescribeCluster: levels.describe_cluster,
     commands.UpgradeCluster: levels.upgrade_cluster,
+    commands.AcquireLease: leases.acquire_lease,
+    commands.RenewLease: leases.renew_lease,
+    commands.ReleaseLease: leases.release_lease,
 }

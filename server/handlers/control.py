@@ -112,6 +112,10 @@ class ControlStream:
             "list_brokers": admin.forward,
             "describe_cluster": admin.forward,
             "upgrade_cluster": admin.forward,
+            "acquire_lease": admin.forward,
+            "renew_lease": admin.forward,
+            "release_lease": admin.forward,
+            "commit_to_table": lambda request, _: tier.commit_to_table(request),
             "confirm_clock": self._confirm_clock,
             "find_coordinator": self._coordinators.find,
         }

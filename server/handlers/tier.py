@@ -24,6 +24,7 @@ from pk.server.broker.failures import FailureHandler
 from pk.server.broker.hosted_partitions import HostedPartitions
 from pk.server.handlers import aborted_lists
 from pk.server.metadata.cache import MetadataCache
+from pk.server.metadata.leases import check_token, lease_of
 from pk.server.replica.context import Environment
 from pk.server.replica.corruption import CorruptionManager, unreadable
 from pk.server.replica.partition import Partition
@@ -138,6 +139,8 @@ class TierRequests:
             ],
         )
         self._name_aborted(partition, described, page)
+        lease = lease_of(self._metadata.image, key.topic_id)
+        described.lease_token = 0 if lease is None else lease.token
         for name in _FOR_TIER:
             described.configs[name] = str(partition.settings[name])
         return described
@@ -208,6 +211,19 @@ class TierRequests:
         if not partition.tiered:
             raise errors.InvalidRequest(f"{partition}: the topic has no tier")
         return await self._tier.rows(request)
+
+    async def commit_to_table(self, request: wire.CommitToTableRequest) -> wire.CommitToTableReply:
+        """Hand the files of a maintenance job to the owner of the table (rules C5, T3).
+
+        Raises `LeaseHeld` unless the job has the newest lease of the table.
+        """
+        topic = self._metadata.image.topics.get(request.topic_id)
+        if topic is None or topic.name != request.topic:
+            raise errors.UnknownTopicId(f"topic {request.topic} has no id {request.topic_id[:40]}")
+        if not request.lease_token:
+            raise errors.InvalidRequest("a hand-over to a table needs the lease of a job (rule C5)")
+        check_token(self._metadata.image, request.topic_id, request.lease_token)
+        return await self._tier.commit(request)
 
     async def describe_tier(self, request: wire.DescribeTierRequest) -> wire.DescribeTierReply:
         """Describe the table of a topic: the owner's view, and this broker's view of damage."""

@@ -31,6 +31,9 @@ from pk.wire import pk_pb2 as wire
 
 TOPIC_RESOURCE = "topic"
 BROKER_RESOURCE = "broker"
+#: The leases of maintenance jobs (rule C5): by topic id, one value for each kind of lease.  A build
+#: that does not know this resource keeps its values, as it keeps unknown settings (rule Q7).
+LEASE_RESOURCE = "maintenance_lease"
 #: Most deleted topics whose tables wait for removal.  There may be more if the store is unavailable
 #: for long.  The oldest are then dropped from the list, and their tables stay in the store.
 PURGES_MAX = 10_000
@@ -221,7 +224,12 @@ class MetadataImage:
 
     def unknown_settings(self) -> list[str]:
         """Return the names of stored settings that this build does not know."""
-        found = {name: None for values in self.configs.values() for name in values}
+        found = {
+            name: None
+            for (kind, _), values in self.configs.items()
+            if kind != LEASE_RESOURCE
+            for name in values
+        }
         return sorted(name for name in found if name not in settings.TOPIC.by_name)
 
     # -- the only mutator --------------------------------------------------------------------------
@@ -283,6 +291,7 @@ class MetadataImage:
         topic = self.topics.pop(record.topic_id)
         del self.topic_ids[topic.name]
         self.configs.pop((TOPIC_RESOURCE, topic.name), None)
+        self.configs.pop((LEASE_RESOURCE, topic.topic_id), None)
         for numbers in self.assigned.values():
             numbers.pop(topic.topic_id, None)
         for number in topic.partitions:

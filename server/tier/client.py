@@ -28,6 +28,8 @@ from pk.world import World
 CALLS_MAX = 64
 #: Timeout of a claim, which reads and commits a table (T4), and of a confirmation by HEAD (T6).
 STORE_CALL_TIMEOUT_MS = 30_000
+#: Timeout of a hand-over, which the owner answers within its own time-out (owner.py).
+COMMIT_TIMEOUT_MS = 60_000
 #: Timeout of a repair, which copies rows from the local log again (rule T17).
 ROWS_TIMEOUT_MS = 300_000
 
@@ -118,6 +120,11 @@ class TierClient:
     async def rows(self, request: wire.TierRowsRequest) -> wire.TierRowsReply:
         """Repair or accept missing rows (rule T17)."""
         return (await self._call(request, ROWS_TIMEOUT_MS)).head.tier_rows_reply
+
+    async def commit(self, request: wire.CommitToTableRequest) -> wire.CommitToTableReply:
+        """Hand the files of a maintenance job to the owner of the table (rule C5)."""
+        frame = await self._call(request, COMMIT_TIMEOUT_MS)
+        return frame.head.commit_to_table_reply
 
     async def purge(self, topic_id: str, topic: str) -> wire.TierPurgeReply:
         """Remove the table of a deleted topic (rule T7)."""

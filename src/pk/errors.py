@@ -2,30 +2,29 @@
 
     PkError
     ├── RetriableError            try again: pk's client does, within its timeouts
-    │   ├── NotLeaderOrFollower · UnknownLeaderEpoch · FencedLeaderEpoch · OffsetNotAvailable
-    │   ├── NotEnoughReplicas · StorageFull · BrokerUnavailable · RequestTimedOut · ThrottledError
-    │   ├── UnknownTopicOrPartition (while metadata travels) · ControllerUnavailable
-    │   ├── InvalidUpdateVersion · IneligibleReplica · PreferredLeaderNotAvailable
-    │   ├── TierUnavailable · UnknownTierRange · EligibleLeadersNotAvailable · SnapshotNotFound
-    │   └── CoordinatorLoading · CoordinatorUnavailable · NotCoordinator · ConcurrentTransactions
+    │   └── NotLeaderOrFollower · UnknownLeaderEpoch · FencedLeaderEpoch · OffsetNotAvailable ·
+    │       NotEnoughReplicas · StorageFull · BrokerUnavailable · RequestTimedOut · ThrottledError ·
+    │       UnknownTopicOrPartition (while metadata travels) · ControllerUnavailable ·
+    │       InvalidUpdateVersion · IneligibleReplica · PreferredLeaderNotAvailable ·
+    │       TierUnavailable · UnknownTierRange · EligibleLeadersNotAvailable · SnapshotNotFound ·
+    │       CoordinatorLoading · CoordinatorUnavailable · NotCoordinator · ConcurrentTransactions
     ├── UserError                 the caller's request, option or data is wrong
-    │   ├── UnknownTopicId · TopicAlreadyExists · InvalidTopic · InvalidPartitions
-    │   ├── InvalidReplicationFactor · InvalidConfig · InvalidRequest · InvalidOption
-    │   ├── InvalidReplicaAssignment · NoReassignmentInProgress · ElectionNotNeeded ·
-    │   │   BrokerNotRegistered · UnsupportedFeature · ClosedError
-    │   ├── OffsetOutOfRange · LogTruncated · NoOffsetForPartition · TopicRecreated · DataLoss
-    │   ├── CorruptBatch · RecordTooLarge · InvalidRecord · SerializationError · RegistryError
-    │   ├── BufferExhausted · PartlyStored · OutcomeUnknown · DeliveryTimedOut · ProducerFenced
-    │   ├── OutOfOrderSequence · InvalidProducerEpoch · UnknownProducerId (the producer repairs
-    │   │   itself, rule L6)
-    │   └── InvalidTxnState · InvalidTransactionTimeout · TransactionAborted · TransactionTimedOut ·
-    │       TransactionalIdNotFound · ReplayDiffers
+    │   └── UnknownTopicId · TopicAlreadyExists · InvalidTopic · InvalidPartitions ·
+    │       InvalidReplicationFactor · InvalidConfig · InvalidRequest · InvalidOption ·
+    │       InvalidReplicaAssignment · NoReassignmentInProgress · ElectionNotNeeded ·
+    │       BrokerNotRegistered · UnsupportedFeature · ClosedError · OffsetOutOfRange ·
+    │       LogTruncated · NoOffsetForPartition · TopicRecreated · DataLoss · CorruptBatch ·
+    │       RecordTooLarge · InvalidRecord · SerializationError · RegistryError · BufferExhausted ·
+    │       PartlyStored · OutcomeUnknown · DeliveryTimedOut · ProducerFenced · OutOfOrderSequence ·
+    │       InvalidProducerEpoch · UnknownProducerId (the producer repairs itself, rule L6) ·
+    │       InvalidTxnState · InvalidTransactionTimeout · TransactionAborted · TransactionTimedOut ·
+    │       TransactionalIdNotFound · ReplayDiffers · LeaseHeld
     ├── OperatorError             the person who runs pk must act
-    │   ├── DirectoryLocked · DirectoryOfAnotherCluster · DirectoryOfAnotherBuild · NewerFormat
-    │   ├── StorageFailed · CorruptLog · AddressInUse · StoreRefused · TierTableChanged
-    │   ├── DamagedTierFile · LogUnidentified · LogMissing
-    │   ├── ClusterIdMismatch · DuplicateBroker · StaleBrokerEpoch · MetadataBehind
-    │   └── DirectoryNotFormatted · DirectoryFormatted · JavaMissing · JarsMissing
+    │   └── DirectoryLocked · DirectoryOfAnotherCluster · DirectoryOfAnotherBuild · NewerFormat ·
+    │       StorageFailed · CorruptLog · AddressInUse · StoreRefused · TierTableChanged ·
+    │       DamagedTierFile · LogUnidentified · LogMissing · ClusterIdMismatch · DuplicateBroker ·
+    │       StaleBrokerEpoch · MetadataBehind · DirectoryNotFormatted · DirectoryFormatted ·
+    │       JavaMissing · JarsMissing
     └── InternalError             ours: a bug; report it
 
 `code` travels on the wire (Kafka's number where Kafka has one, ours from 1000).  `retriable`: the
@@ -36,6 +35,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+#: The errors that travel on the wire, by code.
+BY_CODE: dict[int, type[PkError]] = {}
+
 
 class PkError(Exception):
     """Base of all errors of pk; `details` holds machine-readable facts (strings)."""
@@ -43,6 +45,10 @@ class PkError(Exception):
     code: ClassVar[int] = -1
     retriable: ClassVar[bool] = False
     acts: ClassVar[str] = "user"
+
+    def __init_subclass__(cls) -> None:
+        if "code" in cls.__dict__ and cls.code >= 0:
+            assert BY_CODE.setdefault(cls.code, cls) is cls, (cls, BY_CODE[cls.code])
 
     def __init__(self, message: str = "", **details: str) -> None:
         super().__init__(message or (type(self).__doc__ or "").splitlines()[0])
@@ -73,7 +79,6 @@ class OperatorError(PkError):
 class InternalError(PkError):
     """A bug in pk; please report it."""
 
-    code = -1
     acts = "pk"
 
 
@@ -334,6 +339,12 @@ class InvalidOption(UserError):
     code = 1010
 
 
+class LeaseHeld(UserError):
+    """Another maintenance job has, or has had, the lease of the table (C5): run this one later."""
+
+    code = 1070
+
+
 class UnsupportedFeature(UserError):
     """This build of pk does not have that feature yet."""
 
@@ -577,19 +588,6 @@ class StaleBrokerEpoch(OperatorError):
     """The broker's id was registered again by another process; this broker must restart."""
 
     code = 77
-
-
-def _tree(base: type[PkError]) -> dict[int, type[PkError]]:
-    found: dict[int, type[PkError]] = {}
-    for child in base.__subclasses__():
-        if "code" in child.__dict__ and child.code >= 0:
-            assert child.code not in found, (child, found[child.code])
-            found[child.code] = child
-        found.update(_tree(child))
-    return found
-
-
-BY_CODE: dict[int, type[PkError]] = _tree(PkError)
 
 
 def from_wire(code: int, message: str, details: dict[str, str] | None = None) -> PkError:

@@ -182,20 +182,6 @@ def test_commits_follow_each_other_and_are_seen_by_another_handle(run: Run) -> N
     run(test)
 
 
-def test_every_counter_is_seen_by_another_handle(run: Run) -> None:
-    """T2: also those that a table has only once rows were removed from it."""
-
-    async def test(kit: Kit) -> None:
-        table, snapshot = await created(kit)
-        counters = PartitionCounters(10, 100, 3, 2, 90, 2**62, 20, 40, 2**63 - 1, 31)
-        await table.commit(Commit(snapshot, counters={0: counters}))
-        seen = await kit.table().load([0])
-        assert seen is not None
-        assert seen.partition(0) == counters
-
-    run(test)
-
-
 def test_what_was_committed_survives_power(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """T6: local records are dropped because of it; loaded commits of others count, too."""
     sync = os.fsync

@@ -87,6 +87,7 @@ class Image:
         self.states: dict[PartitionKey, PartitionState] = {}
         self.elsewhere: tuple[int, ...] = ()
         self.topics: dict[str, Any] = {}
+        self.configs: dict[tuple[str, str], dict[str, str]] = {}
 
     def partition(self, key: PartitionKey) -> PartitionState | None:
         state = self.states.get(key)

@@ -62,6 +62,22 @@ def test_the_counters_of_an_earlier_build_keep_their_hash() -> None:
     assert log_check.counters_check(later) != EARLIER_HASH
 
 
+def test_every_counter_is_seen_by_another_handle(tmp_path: Path) -> None:
+    """T2: also those that a table has only once rows were removed from it."""
+
+    async def test() -> None:
+        async with opened(tmp_path) as tables:
+            table = tables.table(TOPIC, TOPIC_ID)
+            counters = PartitionCounters(10, 100, 3, 2, 90, 2**62, 20, 40, 2**63 - 1, 31)
+            assert await table.load([0]) is None
+            await table.commit(Commit(await table.create(), counters={0: counters}))
+            seen = await tables.table(TOPIC, TOPIC_ID).load([0])
+            assert seen is not None
+            assert seen.partition(0) == counters
+
+    asyncio.run(test())
+
+
 def test_the_counters_of_a_newer_build_are_refused_by_name() -> None:
     layout.check_version("file:///t", 0, None)
     layout.check_version("file:///t", 0, layout.COUNTERS_VERSION)

@@ -10,6 +10,9 @@ import pytest
 
 from pk import errors
 from pk.log.epochs import LeaderEpochs
+from pk.server.metadata.image import LEASE_RESOURCE, MetadataImage
+from pk.server.metadata.leases import EXCLUSIVE, Lease
+from pk.server.metadata.records import record_of
 from pk.server.tier.epoch_fence import agrees, went_on_without
 from pk.types import EpochStart
 from pk.wire import pk_pb2 as wire
@@ -120,6 +123,87 @@ def test_a_deleted_topics_table_is_not_described_as_its_successors(
     assert reply.topic_id == "new"
     known = life == "new"
     assert (reply.uri, reply.version) == ((told.uri, 7) if known else ("", -1))
+
+
+def leased(token: int, holder: str = "job") -> MetadataImage:
+    """Return an image with a topic whose lease has this token; 0 = there is no lease."""
+    image = MetadataImage()
+    image.apply(0, record_of(wire.TopicRecord(name="t", topic_id="id")))
+    record = wire.ConfigRecord(
+        resource_type=LEASE_RESOURCE, resource_name="id", name=EXCLUSIVE,
+        value=Lease(token, holder, 5_000).text(),
+    )  # fmt: skip
+    if token:
+        image.apply(token, record_of(record))
+    image.offset = 9
+    return image
+
+
+@pytest.mark.parametrize(
+    ("newest", "token", "refused"),
+    [
+        (7, 7, None),
+        (7, 5, errors.LeaseHeld),
+        (0, 7, errors.LeaseHeld),
+        (7, 12, errors.BrokerUnavailable),
+        (7, 0, errors.InvalidRequest),
+    ],
+)
+def test_files_are_taken_with_the_newest_lease_only(
+    rig: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    newest: int,
+    token: int,
+    refused: type[errors.PkError] | None,
+) -> None:
+    """C5: a job whose lease was granted again hands over nothing."""
+    taken = []
+
+    async def commit(request: wire.CommitToTableRequest) -> wire.CommitToTableReply:
+        taken.append(request)
+        return wire.CommitToTableReply(version=4)
+
+    monkeypatch.setattr(rig.streams.tier, "_metadata", SimpleNamespace(image=leased(newest)))
+    monkeypatch.setattr(rig.streams.tier, "_tier", SimpleNamespace(enabled=True, commit=commit))
+    request = wire.CommitToTableRequest(topic="t", topic_id="id", lease_token=token)
+    if refused is not None:
+        with pytest.raises(refused):
+            asyncio.run(rig.streams.tier.commit_to_table(request))
+    else:
+        assert asyncio.run(rig.streams.tier.commit_to_table(request)).version == 4
+    assert bool(taken) == (refused is None)
+
+
+def test_files_of_a_deleted_topic_are_not_taken_by_its_successor(
+    rig: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The id of the hand-over counts, not the name (L8)."""
+    monkeypatch.setattr(rig.streams.tier, "_metadata", SimpleNamespace(image=leased(7)))
+    request = wire.CommitToTableRequest(topic="t", topic_id="old", lease_token=7)
+    with pytest.raises(errors.UnknownTopicId):
+        asyncio.run(rig.streams.tier.commit_to_table(request))
+
+
+def test_the_tier_process_hears_of_a_lease(
+    rig: Any, monkeypatch: pytest.MonkeyPatch, kit: Any
+) -> None:
+    """C5: its owner merges no files meanwhile, and refuses an older lease."""
+    rig.partition(0, tiered=True)
+    for partition in rig.core.partitions.values():
+        rig.core.feed.restore(partition.key)
+
+    async def story() -> None:
+        caller = rig.caller()
+        first = await poll(caller, "", 0)
+        assert [each.lease_token for each in first.partitions] == [0]
+        image = rig.streams.tier._metadata.image
+        image.configs[(LEASE_RESOURCE, kit.topic_id)] = {EXCLUSIVE: Lease(7, "a", 5_000).text()}
+        rig.core.replica_manager.lease_changed(kit.topic_id)
+        second = await poll(caller, first.session_id, first.generation)
+        assert [each.lease_token for each in second.partitions] == [7]
+        await caller.close()
+
+    rig.run(story)
 
 
 def test_a_table_above_a_watermark_that_lags_is_no_problem(rig: Any, kit: Any) -> None:

@@ -1,0 +1,137 @@
+"""The lease of one run of a maintenance job, and the hand-over of its files (rule C5).
+
+The active controller grants the lease.  A task on the client's loop renews it, so it lives as long
+as this process.  Every hand-over carries the token of the grant; the broker that leads partition 0,
+and the owner of the table, refuse an older one.
+
+Invariants
+  N1  Once a renewal was refused, `check` and every hand-over raise `LeaseHeld`.
+  N2  A hand-over may be sent again after a lost answer: the owner finds its files in the table and
+      answers that it is done (rule T5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+from pk import errors
+from pk.client import arguments
+from pk.client.admin.connection import AdminConnection
+from pk.client.network_client import NetworkClient
+from pk.tasks import TaskRegistry
+from pk.types import TopicPartition
+from pk.wire import pk_pb2 as wire
+
+TTL_MS = 30_000
+#: A lease is renewed this many times within its TTL.
+RENEWALS = 3
+CALL_TIMEOUT_S = 30.0
+COMMIT_TIMEOUT_S = 120.0
+
+
+class MaintenanceLease:
+    """The exclusive lease of a topic's table; release it with `close` or a `with` block.
+
+    Raises `LeaseHeld` if another job has it, `UnknownTopicOrPartition` for an unknown topic.
+    """
+
+    def __init__(
+        self, bootstrap: str | Iterable[str], topic: str, job: str, *, ttl_ms: int = TTL_MS
+    ) -> None:
+        self.topic = arguments.topic(topic)
+        self._connection = AdminConnection(
+            bootstrap,
+            of_controllers=False,
+            client_id=f"maintenance-{job}",
+            request_timeout_ms=30_000,
+        )
+        self._tasks = TaskRegistry()
+        self._lost: errors.PkError | None = None
+        cluster = self._connection.cluster
+        self.holder = f"{job}-{cluster.world.new_id()}"
+        request = wire.AcquireLeaseRequest(
+            topic=self.topic, holder=self.holder, kind="exclusive", ttl_ms=ttl_ms
+        )
+        try:
+            granted = self._connection.ask(request, wire.AcquireLeaseReply, CALL_TIMEOUT_S)
+            self.topic_id, self.token, self.ttl_ms = granted.topic_id, granted.token, granted.ttl_ms
+            self._connection.run(lambda _ms: self._begin(), CALL_TIMEOUT_S)
+        except BaseException:
+            self._connection.close()
+            raise
+
+    async def _begin(self) -> None:
+        self._tasks.spawn(self._renew())
+
+    async def _renew(self) -> None:
+        cluster = self._connection.cluster
+        request = wire.RenewLeaseRequest(topic_id=self.topic_id, token=self.token)
+        while True:
+            await cluster.world.clock.sleep_ms(self.ttl_ms // RENEWALS)
+            try:
+                await cluster.call_any(request, timeout_ms=self.ttl_ms // RENEWALS)
+            except errors.LeaseHeld as refused:
+                self._lost = refused  # N1
+                return
+            except errors.PkError:
+                continue  # the controller is away; hand-overs show whether the lease lives
+
+    def check(self) -> None:
+        """Raise `LeaseHeld` if the lease is known to have ended."""
+        if self._lost is not None:
+            raise self._lost.with_traceback(None)
+
+    def commit(self, change: wire.CommitToTableRequest) -> wire.CommitToTableReply:
+        """Hand files over to the owner of the table; return the version that has them.
+
+        Raises `UnknownTierRange` if the job must plan again on the newest version, `LeaseHeld` if
+        another job has had the lease.
+        """
+        self.check()
+        change.topic, change.topic_id, change.lease_token = self.topic, self.topic_id, self.token
+        cluster = self._connection.cluster
+        final = errors.UnknownTierRange
+        return self._connection.run(
+            lambda ms: cluster.retrying(
+                lambda one_ms: _ask_owner(cluster, change, one_ms), ms, final=final
+            ),
+            COMMIT_TIMEOUT_S,
+        )
+
+    def close(self) -> None:
+        """Release the lease.  If no controller answers, it ends after its TTL."""
+        self._connection.run(lambda _ms: self._tasks.close(), CALL_TIMEOUT_S)
+        request = wire.ReleaseLeaseRequest(topic_id=self.topic_id, token=self.token)
+        try:
+            self._connection.ask(request, wire.ReleaseLeaseReply, self.ttl_ms / 1000)
+        except errors.PkError:
+            pass
+        self._connection.close()
+
+    def __enter__(self) -> MaintenanceLease:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+async def _ask_owner(
+    cluster: NetworkClient, change: wire.CommitToTableRequest, timeout_ms: int
+) -> wire.CommitToTableReply:
+    """Send the hand-over to the leader of partition 0, in whose tier process the owner runs."""
+    await cluster.topic(change.topic, timeout_ms)
+    place = TopicPartition(change.topic, 0)
+    leader = cluster.metadata.leader(cluster.metadata.key(place))
+    if leader is None:
+        cluster.want_metadata()
+        raise cluster.metadata.leaderless(place)
+    reply: Any = await cluster.call_node(leader.node, change, timeout_ms=timeout_ms)
+    assert isinstance(reply, wire.CommitToTableReply)
+    return reply
