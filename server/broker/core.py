@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from pk import group_ids, transactional_ids
 from pk.log.manager import LogManager
 from pk.server.broker.broker_channels import BrokerChannels
 from pk.server.broker.clock_watch import ClockWatch
@@ -27,6 +28,7 @@ from pk.server.broker.replica_manager import ReplicaManager
 from pk.server.broker.replica_roles import ReplicaRoles
 from pk.server.broker.retention import RetentionVisits
 from pk.server.broker.scheduler import BrokerScheduler
+from pk.server.groups.coordinator import GroupCoordinators
 from pk.server.metadata.cache import MetadataCache
 from pk.server.replica.alter_partition import AlterPartitionManager
 from pk.server.replica.context import Environment
@@ -91,7 +93,7 @@ class BrokerCore:
         self.scheduler = self._compose_scheduler()
 
     def _compose_transactions(self) -> None:
-        """Make the transaction coordinators, and what a leader asks of coordinators."""
+        """Make the coordinators of transactions and groups, and what a leader asks of them."""
         env, metadata, channels = self.env, self.metadata, self.channels
         self.coordinators = TransactionCoordinators(
             env, metadata, self.partitions, self.lifecycle, self.clocks, channels
@@ -102,6 +104,7 @@ class BrokerCore:
         self.open_transactions = OpenTransactionChecks(
             env, self.partitions, self.clocks, self.verifier
         )
+        self.groups = GroupCoordinators(env, metadata, self.lifecycle, self.clocks)
 
     def _compose_replicas(self) -> None:
         """Make the parts that change replicas: fetchers, ISR changes, claims, failures."""
@@ -136,7 +139,7 @@ class BrokerCore:
             self.due,
             self.feed,
             self.failures,
-            self.coordinators,
+            {transactional_ids.TOPIC: self.coordinators, group_ids.TOPIC: self.groups},
         )
         self.report = HeartbeatReport(
             env.node_id,
@@ -250,6 +253,7 @@ class BrokerCore:
         await self.publisher.close()
         await self.open_transactions.close()
         await self.coordinators.close()
+        await self.groups.close()
         await self.verifier.close()
         await self.epoch_fence.close()
         await self.alter_partition.close()

@@ -35,6 +35,7 @@ from pk.server.handlers.appends import Appends
 from pk.server.handlers.control import ControlStream
 from pk.server.handlers.coordinators import CoordinatorRequests
 from pk.server.handlers.fetch import FetchStream
+from pk.server.handlers.groups import GroupRequests
 from pk.server.handlers.metadata import MetadataRequests
 from pk.server.handlers.offsets import OffsetRequests
 from pk.server.handlers.partition_descriptions import PartitionDescriptions
@@ -111,6 +112,7 @@ class BrokerStreams:
             PartitionDescriptions(hosted, core.replicas, metadata, core.corruption),
             self.tier,
             CoordinatorRequests(metadata, core.internal_topics),
+            GroupRequests(core.groups, core.publisher),
             core.channels.handlers,
         )
 
@@ -259,6 +261,7 @@ class BrokerNode:
         core.publisher.start()
         core.scheduler.start()
         core.coordinators.start()
+        core.groups.start()
         core.open_transactions.start()
         await self._until_unfenced()
         self._serving.set()

@@ -5,6 +5,9 @@ World-generic.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Protocol
+
 from pk import settings
 from pk.log.manager import LogManager
 from pk.server.broker.due_work import DueWork
@@ -16,12 +19,19 @@ from pk.server.replica.purgatory import ProducePurgatory
 from pk.server.replica.reaper import ExpirationReaper
 from pk.server.replica.state import HostedReplicas
 from pk.server.tier.view import TierFeed
-from pk.server.transactions.coordinator import TransactionCoordinators
-from pk.transactional_ids import TOPIC
+
+
+class InternalTopicHost(Protocol):
+    """The coordinators that keep their state in an internal topic."""
+
+    def partition_moved(self, partition: Partition) -> None: ...
 
 
 class PartitionHost:
-    """Passes what happens to a partition on to the tier, the scheduler and the controller."""
+    """Passes what happens to a partition on to the tier, the scheduler and the controller.
+
+    coordinators: by the name of the internal topic.
+    """
 
     def __init__(
         self,
@@ -33,7 +43,7 @@ class PartitionHost:
         due: DueWork,
         feed: TierFeed,
         failures: FailureHandler,
-        coordinators: TransactionCoordinators,
+        coordinators: Mapping[str, InternalTopicHost],
     ) -> None:
         self.node_id = env.node_id
         self.replicas = replicas
@@ -56,15 +66,16 @@ class PartitionHost:
 
     def partition_moved(self, partition: Partition) -> None:
         """Pass changed bounds, epoch or settings to the tier, the checkpoint, the flush timer and
-        the transaction coordinators.
+        the coordinators of an internal topic.
         """
         key = partition.key
         self._manager.set_high_watermark(key, partition.high_watermark)
         if partition.leader is not None and partition.tiered:
             self._feed.touch(key)
             self._feed.moved.set()
-        if partition.topic == TOPIC:
-            self._coordinators.partition_moved(partition)
+        coordinators = self._coordinators.get(partition.topic)
+        if coordinators is not None:
+            coordinators.partition_moved(partition)
         flush_ms = partition.settings["flush_ms"]  # followers flush too
         if flush_ms < settings.DAY_MS and key not in self._due.flushes:
             self._due.flushes.set(key, self.now_ms + flush_ms)

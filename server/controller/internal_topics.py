@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from google.protobuf.message import Message
 
-from pk import errors, limits, transactional_ids
+from pk import errors, group_ids, limits, transactional_ids
 from pk.server.controller.batched_decision import BatchedDecision
 from pk.server.controller.commands import (
     CreateInternalTopic,
@@ -61,6 +61,7 @@ class InternalTopic(NamedTuple):
 
 INTERNAL_TOPICS: Mapping[str, InternalTopic] = {
     transactional_ids.TOPIC: InternalTopic(transactional_ids.PARTITIONS),
+    group_ids.TOPIC: InternalTopic(group_ids.PARTITIONS),
 }
 
 

@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 
 from pk.server.handlers.admin import AdminRequests, ProducerIds
 from pk.server.handlers.coordinators import CoordinatorRequests
+from pk.server.handlers.groups import GroupRequests
 from pk.server.handlers.metadata import MetadataRequests, MetadataSubscription
 from pk.server.handlers.offsets import OffsetRequests
 from pk.server.handlers.partition_descriptions import PartitionDescriptions
@@ -44,6 +45,7 @@ class ControlStream:
         descriptions: PartitionDescriptions,
         tier: TierRequests,
         coordinators: CoordinatorRequests,
+        groups: GroupRequests,
         between: Mapping[str, Handler],
         stream: Stream,
         peer: Peer,
@@ -57,6 +59,7 @@ class ControlStream:
         self._descriptions = descriptions
         self._tier = tier
         self._coordinators = coordinators
+        self._groups = groups
         self._between = between
         self._stream = stream
         self._peer = peer
@@ -119,6 +122,7 @@ class ControlStream:
             "confirm_clock": self._confirm_clock,
             "find_coordinator": self._coordinators.find,
         }
+        table.update(self._groups.handlers())
         for name, handler in self._between.items():
             table[name] = between_brokers(self._peer, name, handler)
         return {name: self._counted(name, handler) for name, handler in table.items()}

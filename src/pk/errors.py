@@ -7,7 +7,8 @@
     │       UnknownTopicOrPartition (while metadata travels) · ControllerUnavailable ·
     │       InvalidUpdateVersion · IneligibleReplica · PreferredLeaderNotAvailable ·
     │       TierUnavailable · UnknownTierRange · EligibleLeadersNotAvailable · SnapshotNotFound ·
-    │       CoordinatorLoading · CoordinatorUnavailable · NotCoordinator · ConcurrentTransactions
+    │       CoordinatorLoading · CoordinatorUnavailable · NotCoordinator · ConcurrentTransactions ·
+    │       RebalanceInProgress
     ├── UserError                 the caller's request, option or data is wrong
     │   └── UnknownTopicId · TopicAlreadyExists · InvalidTopic · InvalidPartitions ·
     │       InvalidReplicationFactor · InvalidConfig · InvalidRequest · InvalidOption ·
@@ -18,7 +19,11 @@
     │       PartlyStored · OutcomeUnknown · DeliveryTimedOut · ProducerFenced · OutOfOrderSequence ·
     │       InvalidProducerEpoch · UnknownProducerId (the producer repairs itself, rule L6) ·
     │       InvalidTxnState · InvalidTransactionTimeout · TransactionAborted · TransactionTimedOut ·
-    │       TransactionalIdNotFound · ReplayDiffers · LeaseHeld
+    │       TransactionalIdNotFound · ReplayDiffers · LeaseHeld · UnknownMemberId ·
+    │       IllegalGeneration (the consumer joins again, rule X12) · FencedInstanceId ·
+    │       GroupMaxSizeReached · InconsistentGroupProtocol · NonEmptyGroup ·
+    │       InvalidSessionTimeout · GroupIdNotFound · GroupSubscribedToTopic ·
+    │       OffsetMetadataTooLarge · NotPartitionOwner
     ├── OperatorError             the person who runs pk must act
     │   └── DirectoryLocked · DirectoryOfAnotherCluster · DirectoryOfAnotherBuild · NewerFormat ·
     │       StorageFailed · CorruptLog · AddressInUse · StoreRefused · TierTableChanged ·
@@ -33,54 +38,26 @@ same request may succeed later.  `acts`: who must act.  A peer's error arrives a
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
-#: The errors that travel on the wire, by code.
-BY_CODE: dict[int, type[PkError]] = {}
-
-
-class PkError(Exception):
-    """Base of all errors of pk; `details` holds machine-readable facts (strings)."""
-
-    code: ClassVar[int] = -1
-    retriable: ClassVar[bool] = False
-    acts: ClassVar[str] = "user"
-
-    def __init_subclass__(cls) -> None:
-        if "code" in cls.__dict__ and cls.code >= 0:
-            assert BY_CODE.setdefault(cls.code, cls) is cls, (cls, BY_CODE[cls.code])
-
-    def __init__(self, message: str = "", **details: str) -> None:
-        super().__init__(message or (type(self).__doc__ or "").splitlines()[0])
-        self.details = details
-
-    @property
-    def message(self) -> str:
-        return str(self.args[0]) if self.args else ""
-
-
-class RetriableError(PkError):
-    """The same request may succeed later."""
-
-    retriable = True
-    acts = "client"
-
-
-class UserError(PkError):
-    """The caller's request, option or data is wrong."""
-
-
-class OperatorError(PkError):
-    """The person who runs pk must act."""
-
-    acts = "operator"
-
-
-class InternalError(PkError):
-    """A bug in pk; please report it."""
-
-    acts = "pk"
-
+from pk.error_bases import BY_CODE as BY_CODE
+from pk.error_bases import InternalError as InternalError
+from pk.error_bases import OperatorError as OperatorError
+from pk.error_bases import PkError as PkError
+from pk.error_bases import RetriableError as RetriableError
+from pk.error_bases import UserError as UserError
+from pk.group_errors import FencedInstanceId as FencedInstanceId
+from pk.group_errors import GroupIdNotFound as GroupIdNotFound
+from pk.group_errors import GroupMaxSizeReached as GroupMaxSizeReached
+from pk.group_errors import GroupSubscribedToTopic as GroupSubscribedToTopic
+from pk.group_errors import IllegalGeneration as IllegalGeneration
+from pk.group_errors import InconsistentGroupProtocol as InconsistentGroupProtocol
+from pk.group_errors import InvalidSessionTimeout as InvalidSessionTimeout
+from pk.group_errors import NonEmptyGroup as NonEmptyGroup
+from pk.group_errors import NotPartitionOwner as NotPartitionOwner
+from pk.group_errors import OffsetMetadataTooLarge as OffsetMetadataTooLarge
+from pk.group_errors import RebalanceInProgress as RebalanceInProgress
+from pk.group_errors import UnknownMemberId as UnknownMemberId
 
 # -- retriable -------------------------------------------------------------------------------------
 

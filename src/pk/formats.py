@@ -65,6 +65,8 @@ FORMATS = (
                 "pk.log.control_rows:decode_markers"),
     KnownFormat("__transaction_state key", "pk.server.transactions.records:KEY_VERSION",
                 "pk.server.transactions.records:decode_key"),
+    KnownFormat("__consumer_offsets key", "pk.server.groups.records:KEY_VERSION",
+                "pk.server.groups.records:decode_key"),
     KnownFormat(".checkpoint", "pk.server.raft.snapshot_framing:FORMAT",
                 "pk.server.raft.snapshot_framing:check"),
     KnownFormat("quorum-state", "pk.server.raft.quorum_state_store:FORMAT",

@@ -54,6 +54,19 @@ JOB_NAME_BYTES_MAX = 249
 TABLE_URL_BYTES_MAX = 2_048
 #: Requests in flight per (producer, partition) that idempotence can keep in order.
 IN_FLIGHT_MAX = 5
+#: Bytes (utf-8) of the longest group id, member id or group instance id: records have them.
+GROUP_ID_BYTES_MAX = 249
+#: Bytes of the subscription of a member: each rebalance writes a record with it, and the leader of
+#: the group gets those of all members.
+SUBSCRIPTION_BYTES_MAX = 128 * KIB
+#: Assignors that a member lists.
+ASSIGNORS_MAX = 16
+#: Partitions of one commit, or of one fetch of offsets: each committed one is a record.
+OFFSETS_PER_REQUEST_MAX = 10_000
+#: Bytes of an assignment: it is one record.
+ASSIGNMENT_BYTES_MAX = 512 * KIB
+#: Largest number of groups that a request may name.
+GROUPS_DESCRIBED_MAX = 1_000
 #: Largest number of transactional ids that a request may name.
 TRANSACTIONS_DESCRIBED_MAX = 1_000
 #: Largest number of markers times partitions of one request between brokers.

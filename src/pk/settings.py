@@ -340,6 +340,18 @@ SERVER = Options(
         Option("prepared_max_ms", int, 900_000,
                "a batch of log and Delta table that is prepared for longer is reported, and the "
                "resolver reads the table", "ms", 1_000, INT32_MAX),
+        Option("group_min_session_timeout_ms", int, 6_000,
+               "smallest session_timeout_ms of consumers", "ms", 1, INT32_MAX),
+        Option("group_max_session_timeout_ms", int, 1_800_000,
+               "largest session_timeout_ms of consumers", "ms", 1, INT32_MAX),
+        Option("group_initial_rebalance_delay_ms", int, 3_000,
+               "how long the first rebalance of an empty group waits for further members", "ms", 0,
+               INT32_MAX),
+        Option("group_max_size", int, 1_000, "largest number of members of a group", "", 1, 10_000),
+        Option("offsets_retention_minutes", int, 10_080,
+               "offsets expire this long after their group became empty", "minutes", 1, INT32_MAX),
+        Option("offset_metadata_max_bytes", int, 4_096,
+               "largest metadata of a committed offset", "bytes", 0, 64 * 1024),
         Option("resolver_table_urls", str, "",
                "Delta tables that the tier process may read to decide prepared batches: URLs of "
                "tables, or of directories above them, separated by commas"),

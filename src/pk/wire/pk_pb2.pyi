@@ -200,6 +200,26 @@ class Head(_message.Message):
     PREPARE_PARTICIPANTS_REPLY_FIELD_NUMBER: _builtins.int
     CREATE_INTERNAL_TOPIC_FIELD_NUMBER: _builtins.int
     CREATE_INTERNAL_TOPIC_REPLY_FIELD_NUMBER: _builtins.int
+    JOIN_GROUP_FIELD_NUMBER: _builtins.int
+    JOIN_GROUP_REPLY_FIELD_NUMBER: _builtins.int
+    SYNC_GROUP_FIELD_NUMBER: _builtins.int
+    SYNC_GROUP_REPLY_FIELD_NUMBER: _builtins.int
+    GROUP_HEARTBEAT_FIELD_NUMBER: _builtins.int
+    GROUP_HEARTBEAT_REPLY_FIELD_NUMBER: _builtins.int
+    LEAVE_GROUP_FIELD_NUMBER: _builtins.int
+    LEAVE_GROUP_REPLY_FIELD_NUMBER: _builtins.int
+    OFFSET_COMMIT_FIELD_NUMBER: _builtins.int
+    OFFSET_COMMIT_REPLY_FIELD_NUMBER: _builtins.int
+    OFFSET_FETCH_FIELD_NUMBER: _builtins.int
+    OFFSET_FETCH_REPLY_FIELD_NUMBER: _builtins.int
+    LIST_GROUPS_FIELD_NUMBER: _builtins.int
+    LIST_GROUPS_REPLY_FIELD_NUMBER: _builtins.int
+    DESCRIBE_GROUPS_FIELD_NUMBER: _builtins.int
+    DESCRIBE_GROUPS_REPLY_FIELD_NUMBER: _builtins.int
+    DELETE_GROUPS_FIELD_NUMBER: _builtins.int
+    DELETE_GROUPS_REPLY_FIELD_NUMBER: _builtins.int
+    DELETE_OFFSETS_FIELD_NUMBER: _builtins.int
+    DELETE_OFFSETS_REPLY_FIELD_NUMBER: _builtins.int
     correlation_id: _builtins.int
     """of the request; 0 = a push"""
     timeout_ms: _builtins.int
@@ -478,6 +498,48 @@ class Head(_message.Message):
 
     @_builtins.property
     def create_internal_topic_reply(self) -> Global___CreateInternalTopicReply: ...
+    @_builtins.property
+    def join_group(self) -> Global___JoinGroupRequest:
+        """consumer groups: client -> coordinator"""
+
+    @_builtins.property
+    def join_group_reply(self) -> Global___JoinGroupReply: ...
+    @_builtins.property
+    def sync_group(self) -> Global___SyncGroupRequest: ...
+    @_builtins.property
+    def sync_group_reply(self) -> Global___SyncGroupReply: ...
+    @_builtins.property
+    def group_heartbeat(self) -> Global___GroupHeartbeatRequest: ...
+    @_builtins.property
+    def group_heartbeat_reply(self) -> Global___GroupHeartbeatReply: ...
+    @_builtins.property
+    def leave_group(self) -> Global___LeaveGroupRequest: ...
+    @_builtins.property
+    def leave_group_reply(self) -> Global___LeaveGroupReply: ...
+    @_builtins.property
+    def offset_commit(self) -> Global___OffsetCommitRequest: ...
+    @_builtins.property
+    def offset_commit_reply(self) -> Global___OffsetCommitReply: ...
+    @_builtins.property
+    def offset_fetch(self) -> Global___OffsetFetchRequest: ...
+    @_builtins.property
+    def offset_fetch_reply(self) -> Global___OffsetFetchReply: ...
+    @_builtins.property
+    def list_groups(self) -> Global___ListGroupsRequest: ...
+    @_builtins.property
+    def list_groups_reply(self) -> Global___ListGroupsReply: ...
+    @_builtins.property
+    def describe_groups(self) -> Global___DescribeGroupsRequest: ...
+    @_builtins.property
+    def describe_groups_reply(self) -> Global___DescribeGroupsReply: ...
+    @_builtins.property
+    def delete_groups(self) -> Global___DeleteGroupsRequest: ...
+    @_builtins.property
+    def delete_groups_reply(self) -> Global___DeleteGroupsReply: ...
+    @_builtins.property
+    def delete_offsets(self) -> Global___DeleteOffsetsRequest: ...
+    @_builtins.property
+    def delete_offsets_reply(self) -> Global___DeleteOffsetsReply: ...
     def __init__(
         self,
         *,
@@ -610,12 +672,32 @@ class Head(_message.Message):
         prepare_participants_reply: Global___PrepareParticipantsReply | None = ...,
         create_internal_topic: Global___CreateInternalTopicRequest | None = ...,
         create_internal_topic_reply: Global___CreateInternalTopicReply | None = ...,
+        join_group: Global___JoinGroupRequest | None = ...,
+        join_group_reply: Global___JoinGroupReply | None = ...,
+        sync_group: Global___SyncGroupRequest | None = ...,
+        sync_group_reply: Global___SyncGroupReply | None = ...,
+        group_heartbeat: Global___GroupHeartbeatRequest | None = ...,
+        group_heartbeat_reply: Global___GroupHeartbeatReply | None = ...,
+        leave_group: Global___LeaveGroupRequest | None = ...,
+        leave_group_reply: Global___LeaveGroupReply | None = ...,
+        offset_commit: Global___OffsetCommitRequest | None = ...,
+        offset_commit_reply: Global___OffsetCommitReply | None = ...,
+        offset_fetch: Global___OffsetFetchRequest | None = ...,
+        offset_fetch_reply: Global___OffsetFetchReply | None = ...,
+        list_groups: Global___ListGroupsRequest | None = ...,
+        list_groups_reply: Global___ListGroupsReply | None = ...,
+        describe_groups: Global___DescribeGroupsRequest | None = ...,
+        describe_groups_reply: Global___DescribeGroupsReply | None = ...,
+        delete_groups: Global___DeleteGroupsRequest | None = ...,
+        delete_groups_reply: Global___DeleteGroupsReply | None = ...,
+        delete_offsets: Global___DeleteOffsetsRequest | None = ...,
+        delete_offsets_reply: Global___DeleteOffsetsReply | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_participants", b"abort_participants", "abort_participants_reply", b"abort_participants_reply", "abort_transaction", b"abort_transaction", "abort_transaction_reply", b"abort_transaction_reply", "acquire_lease", b"acquire_lease", "acquire_lease_reply", b"acquire_lease_reply", "add_partitions_to_txn", b"add_partitions_to_txn", "add_partitions_to_txn_reply", b"add_partitions_to_txn_reply", "add_voter", b"add_voter", "allocate_producer_ids", b"allocate_producer_ids", "allocate_producer_ids_reply", b"allocate_producer_ids_reply", "alter_configs", b"alter_configs", "alter_configs_reply", b"alter_configs_reply", "alter_partition", b"alter_partition", "alter_partition_reply", b"alter_partition_reply", "alter_reassignments", b"alter_reassignments", "alter_reassignments_reply", b"alter_reassignments_reply", "body", b"body", "broker_heartbeat", b"broker_heartbeat", "broker_heartbeat_reply", b"broker_heartbeat_reply", "byte_offsets", b"byte_offsets", "byte_offsets_reply", b"byte_offsets_reply", "change_voters_reply", b"change_voters_reply", "commit_participants", b"commit_participants", "commit_participants_reply", b"commit_participants_reply", "commit_to_table", b"commit_to_table", "commit_to_table_reply", b"commit_to_table_reply", "confirm_clock", b"confirm_clock", "confirm_clock_reply", b"confirm_clock_reply", "create_internal_topic", b"create_internal_topic", "create_internal_topic_reply", b"create_internal_topic_reply", "create_partitions", b"create_partitions", "create_partitions_reply", b"create_partitions_reply", "create_topics", b"create_topics", "create_topics_reply", b"create_topics_reply", "delete_records", b"delete_records", "delete_records_reply", b"delete_records_reply", "delete_topics", b"delete_topics", "delete_topics_reply", b"delete_topics_reply", "describe_cluster", b"describe_cluster", "describe_cluster_reply", b"describe_cluster_reply", "describe_configs", b"describe_configs", "describe_configs_reply", b"describe_configs_reply", "describe_partitions", b"describe_partitions", "describe_partitions_reply", b"describe_partitions_reply", "describe_producers", b"describe_producers", "describe_producers_reply", b"describe_producers_reply", "describe_quorum", b"describe_quorum", "describe_quorum_reply", b"describe_quorum_reply", "describe_tier", b"describe_tier", "describe_tier_reply", b"describe_tier_reply", "describe_transactions", b"describe_transactions", "describe_transactions_reply", b"describe_transactions_reply", "elect_leaders", b"elect_leaders", "elect_leaders_reply", b"elect_leaders_reply", "end_txn", b"end_txn", "end_txn_reply", b"end_txn_reply", "error", b"error", "fetch", b"fetch", "fetch_metadata_log", b"fetch_metadata_log", "fetch_metadata_log_reply", b"fetch_metadata_log_reply", "fetch_reply", b"fetch_reply", "fetch_snapshot", b"fetch_snapshot", "fetch_snapshot_reply", b"fetch_snapshot_reply", "find_coordinator", b"find_coordinator", "find_coordinator_reply", b"find_coordinator_reply", "forget_transaction", b"forget_transaction", "forget_transaction_reply", b"forget_transaction_reply", "hello", b"hello", "hello_reply", b"hello_reply", "init_producer_id", b"init_producer_id", "init_producer_id_reply", b"init_producer_id_reply", "join_transaction", b"join_transaction", "join_transaction_reply", b"join_transaction_reply", "list_brokers", b"list_brokers", "list_brokers_reply", b"list_brokers_reply", "list_offsets", b"list_offsets", "list_offsets_reply", b"list_offsets_reply", "list_reassignments", b"list_reassignments", "list_reassignments_reply", b"list_reassignments_reply", "list_transactions", b"list_transactions", "list_transactions_reply", b"list_transactions_reply", "metadata", b"metadata", "metadata_reply", b"metadata_reply", "participant_heartbeat", b"participant_heartbeat", "participant_heartbeat_reply", b"participant_heartbeat_reply", "prepare_participants", b"prepare_participants", "prepare_participants_reply", b"prepare_participants_reply", "produce", b"produce", "produce_reply", b"produce_reply", "quorum_begin", b"quorum_begin", "quorum_end", b"quorum_end", "quorum_fetch", b"quorum_fetch", "quorum_fetch_reply", b"quorum_fetch_reply", "quorum_heard_reply", b"quorum_heard_reply", "quorum_vote", b"quorum_vote", "quorum_vote_reply", b"quorum_vote_reply", "register_broker", b"register_broker", "register_broker_reply", b"register_broker_reply", "release_lease", b"release_lease", "release_lease_reply", b"release_lease_reply", "remove_voter", b"remove_voter", "renew_lease", b"renew_lease", "renew_lease_reply", b"renew_lease_reply", "tier_claim", b"tier_claim", "tier_claim_reply", b"tier_claim_reply", "tier_confirm", b"tier_confirm", "tier_confirm_reply", b"tier_confirm_reply", "tier_fetch", b"tier_fetch", "tier_fetch_reply", b"tier_fetch_reply", "tier_offset_for_time", b"tier_offset_for_time", "tier_offset_for_time_reply", b"tier_offset_for_time_reply", "tier_partitions", b"tier_partitions", "tier_partitions_reply", b"tier_partitions_reply", "tier_progress", b"tier_progress", "tier_progress_reply", b"tier_progress_reply", "tier_purge", b"tier_purge", "tier_purge_reply", b"tier_purge_reply", "tier_purged", b"tier_purged", "tier_purged_reply", b"tier_purged_reply", "tier_rows", b"tier_rows", "tier_rows_reply", b"tier_rows_reply", "unregister_broker", b"unregister_broker", "unregister_broker_reply", b"unregister_broker_reply", "upgrade_cluster", b"upgrade_cluster", "upgrade_cluster_reply", b"upgrade_cluster_reply", "write_txn_markers", b"write_txn_markers", "write_txn_markers_reply", b"write_txn_markers_reply"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_participants", b"abort_participants", "abort_participants_reply", b"abort_participants_reply", "abort_transaction", b"abort_transaction", "abort_transaction_reply", b"abort_transaction_reply", "acquire_lease", b"acquire_lease", "acquire_lease_reply", b"acquire_lease_reply", "add_partitions_to_txn", b"add_partitions_to_txn", "add_partitions_to_txn_reply", b"add_partitions_to_txn_reply", "add_voter", b"add_voter", "allocate_producer_ids", b"allocate_producer_ids", "allocate_producer_ids_reply", b"allocate_producer_ids_reply", "alter_configs", b"alter_configs", "alter_configs_reply", b"alter_configs_reply", "alter_partition", b"alter_partition", "alter_partition_reply", b"alter_partition_reply", "alter_reassignments", b"alter_reassignments", "alter_reassignments_reply", b"alter_reassignments_reply", "body", b"body", "broker_heartbeat", b"broker_heartbeat", "broker_heartbeat_reply", b"broker_heartbeat_reply", "byte_offsets", b"byte_offsets", "byte_offsets_reply", b"byte_offsets_reply", "change_voters_reply", b"change_voters_reply", "commit_participants", b"commit_participants", "commit_participants_reply", b"commit_participants_reply", "commit_to_table", b"commit_to_table", "commit_to_table_reply", b"commit_to_table_reply", "confirm_clock", b"confirm_clock", "confirm_clock_reply", b"confirm_clock_reply", "create_internal_topic", b"create_internal_topic", "create_internal_topic_reply", b"create_internal_topic_reply", "create_partitions", b"create_partitions", "create_partitions_reply", b"create_partitions_reply", "create_topics", b"create_topics", "create_topics_reply", b"create_topics_reply", "delete_groups", b"delete_groups", "delete_groups_reply", b"delete_groups_reply", "delete_offsets", b"delete_offsets", "delete_offsets_reply", b"delete_offsets_reply", "delete_records", b"delete_records", "delete_records_reply", b"delete_records_reply", "delete_topics", b"delete_topics", "delete_topics_reply", b"delete_topics_reply", "describe_cluster", b"describe_cluster", "describe_cluster_reply", b"describe_cluster_reply", "describe_configs", b"describe_configs", "describe_configs_reply", b"describe_configs_reply", "describe_groups", b"describe_groups", "describe_groups_reply", b"describe_groups_reply", "describe_partitions", b"describe_partitions", "describe_partitions_reply", b"describe_partitions_reply", "describe_producers", b"describe_producers", "describe_producers_reply", b"describe_producers_reply", "describe_quorum", b"describe_quorum", "describe_quorum_reply", b"describe_quorum_reply", "describe_tier", b"describe_tier", "describe_tier_reply", b"describe_tier_reply", "describe_transactions", b"describe_transactions", "describe_transactions_reply", b"describe_transactions_reply", "elect_leaders", b"elect_leaders", "elect_leaders_reply", b"elect_leaders_reply", "end_txn", b"end_txn", "end_txn_reply", b"end_txn_reply", "error", b"error", "fetch", b"fetch", "fetch_metadata_log", b"fetch_metadata_log", "fetch_metadata_log_reply", b"fetch_metadata_log_reply", "fetch_reply", b"fetch_reply", "fetch_snapshot", b"fetch_snapshot", "fetch_snapshot_reply", b"fetch_snapshot_reply", "find_coordinator", b"find_coordinator", "find_coordinator_reply", b"find_coordinator_reply", "forget_transaction", b"forget_transaction", "forget_transaction_reply", b"forget_transaction_reply", "group_heartbeat", b"group_heartbeat", "group_heartbeat_reply", b"group_heartbeat_reply", "hello", b"hello", "hello_reply", b"hello_reply", "init_producer_id", b"init_producer_id", "init_producer_id_reply", b"init_producer_id_reply", "join_group", b"join_group", "join_group_reply", b"join_group_reply", "join_transaction", b"join_transaction", "join_transaction_reply", b"join_transaction_reply", "leave_group", b"leave_group", "leave_group_reply", b"leave_group_reply", "list_brokers", b"list_brokers", "list_brokers_reply", b"list_brokers_reply", "list_groups", b"list_groups", "list_groups_reply", b"list_groups_reply", "list_offsets", b"list_offsets", "list_offsets_reply", b"list_offsets_reply", "list_reassignments", b"list_reassignments", "list_reassignments_reply", b"list_reassignments_reply", "list_transactions", b"list_transactions", "list_transactions_reply", b"list_transactions_reply", "metadata", b"metadata", "metadata_reply", b"metadata_reply", "offset_commit", b"offset_commit", "offset_commit_reply", b"offset_commit_reply", "offset_fetch", b"offset_fetch", "offset_fetch_reply", b"offset_fetch_reply", "participant_heartbeat", b"participant_heartbeat", "participant_heartbeat_reply", b"participant_heartbeat_reply", "prepare_participants", b"prepare_participants", "prepare_participants_reply", b"prepare_participants_reply", "produce", b"produce", "produce_reply", b"produce_reply", "quorum_begin", b"quorum_begin", "quorum_end", b"quorum_end", "quorum_fetch", b"quorum_fetch", "quorum_fetch_reply", b"quorum_fetch_reply", "quorum_heard_reply", b"quorum_heard_reply", "quorum_vote", b"quorum_vote", "quorum_vote_reply", b"quorum_vote_reply", "register_broker", b"register_broker", "register_broker_reply", b"register_broker_reply", "release_lease", b"release_lease", "release_lease_reply", b"release_lease_reply", "remove_voter", b"remove_voter", "renew_lease", b"renew_lease", "renew_lease_reply", b"renew_lease_reply", "sync_group", b"sync_group", "sync_group_reply", b"sync_group_reply", "tier_claim", b"tier_claim", "tier_claim_reply", b"tier_claim_reply", "tier_confirm", b"tier_confirm", "tier_confirm_reply", b"tier_confirm_reply", "tier_fetch", b"tier_fetch", "tier_fetch_reply", b"tier_fetch_reply", "tier_offset_for_time", b"tier_offset_for_time", "tier_offset_for_time_reply", b"tier_offset_for_time_reply", "tier_partitions", b"tier_partitions", "tier_partitions_reply", b"tier_partitions_reply", "tier_progress", b"tier_progress", "tier_progress_reply", b"tier_progress_reply", "tier_purge", b"tier_purge", "tier_purge_reply", b"tier_purge_reply", "tier_purged", b"tier_purged", "tier_purged_reply", b"tier_purged_reply", "tier_rows", b"tier_rows", "tier_rows_reply", b"tier_rows_reply", "unregister_broker", b"unregister_broker", "unregister_broker_reply", b"unregister_broker_reply", "upgrade_cluster", b"upgrade_cluster", "upgrade_cluster_reply", b"upgrade_cluster_reply", "write_txn_markers", b"write_txn_markers", "write_txn_markers_reply", b"write_txn_markers_reply"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_participants", b"abort_participants", "abort_participants_reply", b"abort_participants_reply", "abort_transaction", b"abort_transaction", "abort_transaction_reply", b"abort_transaction_reply", "acquire_lease", b"acquire_lease", "acquire_lease_reply", b"acquire_lease_reply", "add_partitions_to_txn", b"add_partitions_to_txn", "add_partitions_to_txn_reply", b"add_partitions_to_txn_reply", "add_voter", b"add_voter", "allocate_producer_ids", b"allocate_producer_ids", "allocate_producer_ids_reply", b"allocate_producer_ids_reply", "alter_configs", b"alter_configs", "alter_configs_reply", b"alter_configs_reply", "alter_partition", b"alter_partition", "alter_partition_reply", b"alter_partition_reply", "alter_reassignments", b"alter_reassignments", "alter_reassignments_reply", b"alter_reassignments_reply", "body", b"body", "broker_heartbeat", b"broker_heartbeat", "broker_heartbeat_reply", b"broker_heartbeat_reply", "byte_offsets", b"byte_offsets", "byte_offsets_reply", b"byte_offsets_reply", "change_voters_reply", b"change_voters_reply", "commit_participants", b"commit_participants", "commit_participants_reply", b"commit_participants_reply", "commit_to_table", b"commit_to_table", "commit_to_table_reply", b"commit_to_table_reply", "confirm_clock", b"confirm_clock", "confirm_clock_reply", b"confirm_clock_reply", "correlation_id", b"correlation_id", "create_internal_topic", b"create_internal_topic", "create_internal_topic_reply", b"create_internal_topic_reply", "create_partitions", b"create_partitions", "create_partitions_reply", b"create_partitions_reply", "create_topics", b"create_topics", "create_topics_reply", b"create_topics_reply", "delete_records", b"delete_records", "delete_records_reply", b"delete_records_reply", "delete_topics", b"delete_topics", "delete_topics_reply", b"delete_topics_reply", "describe_cluster", b"describe_cluster", "describe_cluster_reply", b"describe_cluster_reply", "describe_configs", b"describe_configs", "describe_configs_reply", b"describe_configs_reply", "describe_partitions", b"describe_partitions", "describe_partitions_reply", b"describe_partitions_reply", "describe_producers", b"describe_producers", "describe_producers_reply", b"describe_producers_reply", "describe_quorum", b"describe_quorum", "describe_quorum_reply", b"describe_quorum_reply", "describe_tier", b"describe_tier", "describe_tier_reply", b"describe_tier_reply", "describe_transactions", b"describe_transactions", "describe_transactions_reply", b"describe_transactions_reply", "elect_leaders", b"elect_leaders", "elect_leaders_reply", b"elect_leaders_reply", "end_txn", b"end_txn", "end_txn_reply", b"end_txn_reply", "error", b"error", "fetch", b"fetch", "fetch_metadata_log", b"fetch_metadata_log", "fetch_metadata_log_reply", b"fetch_metadata_log_reply", "fetch_reply", b"fetch_reply", "fetch_snapshot", b"fetch_snapshot", "fetch_snapshot_reply", b"fetch_snapshot_reply", "find_coordinator", b"find_coordinator", "find_coordinator_reply", b"find_coordinator_reply", "forget_transaction", b"forget_transaction", "forget_transaction_reply", b"forget_transaction_reply", "hello", b"hello", "hello_reply", b"hello_reply", "init_producer_id", b"init_producer_id", "init_producer_id_reply", b"init_producer_id_reply", "join_transaction", b"join_transaction", "join_transaction_reply", b"join_transaction_reply", "list_brokers", b"list_brokers", "list_brokers_reply", b"list_brokers_reply", "list_offsets", b"list_offsets", "list_offsets_reply", b"list_offsets_reply", "list_reassignments", b"list_reassignments", "list_reassignments_reply", b"list_reassignments_reply", "list_transactions", b"list_transactions", "list_transactions_reply", b"list_transactions_reply", "metadata", b"metadata", "metadata_reply", b"metadata_reply", "participant_heartbeat", b"participant_heartbeat", "participant_heartbeat_reply", b"participant_heartbeat_reply", "prepare_participants", b"prepare_participants", "prepare_participants_reply", b"prepare_participants_reply", "produce", b"produce", "produce_reply", b"produce_reply", "quorum_begin", b"quorum_begin", "quorum_end", b"quorum_end", "quorum_fetch", b"quorum_fetch", "quorum_fetch_reply", b"quorum_fetch_reply", "quorum_heard_reply", b"quorum_heard_reply", "quorum_vote", b"quorum_vote", "quorum_vote_reply", b"quorum_vote_reply", "register_broker", b"register_broker", "register_broker_reply", b"register_broker_reply", "release_lease", b"release_lease", "release_lease_reply", b"release_lease_reply", "remove_voter", b"remove_voter", "renew_lease", b"renew_lease", "renew_lease_reply", b"renew_lease_reply", "tier_claim", b"tier_claim", "tier_claim_reply", b"tier_claim_reply", "tier_confirm", b"tier_confirm", "tier_confirm_reply", b"tier_confirm_reply", "tier_fetch", b"tier_fetch", "tier_fetch_reply", b"tier_fetch_reply", "tier_offset_for_time", b"tier_offset_for_time", "tier_offset_for_time_reply", b"tier_offset_for_time_reply", "tier_partitions", b"tier_partitions", "tier_partitions_reply", b"tier_partitions_reply", "tier_progress", b"tier_progress", "tier_progress_reply", b"tier_progress_reply", "tier_purge", b"tier_purge", "tier_purge_reply", b"tier_purge_reply", "tier_purged", b"tier_purged", "tier_purged_reply", b"tier_purged_reply", "tier_rows", b"tier_rows", "tier_rows_reply", b"tier_rows_reply", "timeout_ms", b"timeout_ms", "unregister_broker", b"unregister_broker", "unregister_broker_reply", b"unregister_broker_reply", "upgrade_cluster", b"upgrade_cluster", "upgrade_cluster_reply", b"upgrade_cluster_reply", "write_txn_markers", b"write_txn_markers", "write_txn_markers_reply", b"write_txn_markers_reply"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_participants", b"abort_participants", "abort_participants_reply", b"abort_participants_reply", "abort_transaction", b"abort_transaction", "abort_transaction_reply", b"abort_transaction_reply", "acquire_lease", b"acquire_lease", "acquire_lease_reply", b"acquire_lease_reply", "add_partitions_to_txn", b"add_partitions_to_txn", "add_partitions_to_txn_reply", b"add_partitions_to_txn_reply", "add_voter", b"add_voter", "allocate_producer_ids", b"allocate_producer_ids", "allocate_producer_ids_reply", b"allocate_producer_ids_reply", "alter_configs", b"alter_configs", "alter_configs_reply", b"alter_configs_reply", "alter_partition", b"alter_partition", "alter_partition_reply", b"alter_partition_reply", "alter_reassignments", b"alter_reassignments", "alter_reassignments_reply", b"alter_reassignments_reply", "body", b"body", "broker_heartbeat", b"broker_heartbeat", "broker_heartbeat_reply", b"broker_heartbeat_reply", "byte_offsets", b"byte_offsets", "byte_offsets_reply", b"byte_offsets_reply", "change_voters_reply", b"change_voters_reply", "commit_participants", b"commit_participants", "commit_participants_reply", b"commit_participants_reply", "commit_to_table", b"commit_to_table", "commit_to_table_reply", b"commit_to_table_reply", "confirm_clock", b"confirm_clock", "confirm_clock_reply", b"confirm_clock_reply", "correlation_id", b"correlation_id", "create_internal_topic", b"create_internal_topic", "create_internal_topic_reply", b"create_internal_topic_reply", "create_partitions", b"create_partitions", "create_partitions_reply", b"create_partitions_reply", "create_topics", b"create_topics", "create_topics_reply", b"create_topics_reply", "delete_groups", b"delete_groups", "delete_groups_reply", b"delete_groups_reply", "delete_offsets", b"delete_offsets", "delete_offsets_reply", b"delete_offsets_reply", "delete_records", b"delete_records", "delete_records_reply", b"delete_records_reply", "delete_topics", b"delete_topics", "delete_topics_reply", b"delete_topics_reply", "describe_cluster", b"describe_cluster", "describe_cluster_reply", b"describe_cluster_reply", "describe_configs", b"describe_configs", "describe_configs_reply", b"describe_configs_reply", "describe_groups", b"describe_groups", "describe_groups_reply", b"describe_groups_reply", "describe_partitions", b"describe_partitions", "describe_partitions_reply", b"describe_partitions_reply", "describe_producers", b"describe_producers", "describe_producers_reply", b"describe_producers_reply", "describe_quorum", b"describe_quorum", "describe_quorum_reply", b"describe_quorum_reply", "describe_tier", b"describe_tier", "describe_tier_reply", b"describe_tier_reply", "describe_transactions", b"describe_transactions", "describe_transactions_reply", b"describe_transactions_reply", "elect_leaders", b"elect_leaders", "elect_leaders_reply", b"elect_leaders_reply", "end_txn", b"end_txn", "end_txn_reply", b"end_txn_reply", "error", b"error", "fetch", b"fetch", "fetch_metadata_log", b"fetch_metadata_log", "fetch_metadata_log_reply", b"fetch_metadata_log_reply", "fetch_reply", b"fetch_reply", "fetch_snapshot", b"fetch_snapshot", "fetch_snapshot_reply", b"fetch_snapshot_reply", "find_coordinator", b"find_coordinator", "find_coordinator_reply", b"find_coordinator_reply", "forget_transaction", b"forget_transaction", "forget_transaction_reply", b"forget_transaction_reply", "group_heartbeat", b"group_heartbeat", "group_heartbeat_reply", b"group_heartbeat_reply", "hello", b"hello", "hello_reply", b"hello_reply", "init_producer_id", b"init_producer_id", "init_producer_id_reply", b"init_producer_id_reply", "join_group", b"join_group", "join_group_reply", b"join_group_reply", "join_transaction", b"join_transaction", "join_transaction_reply", b"join_transaction_reply", "leave_group", b"leave_group", "leave_group_reply", b"leave_group_reply", "list_brokers", b"list_brokers", "list_brokers_reply", b"list_brokers_reply", "list_groups", b"list_groups", "list_groups_reply", b"list_groups_reply", "list_offsets", b"list_offsets", "list_offsets_reply", b"list_offsets_reply", "list_reassignments", b"list_reassignments", "list_reassignments_reply", b"list_reassignments_reply", "list_transactions", b"list_transactions", "list_transactions_reply", b"list_transactions_reply", "metadata", b"metadata", "metadata_reply", b"metadata_reply", "offset_commit", b"offset_commit", "offset_commit_reply", b"offset_commit_reply", "offset_fetch", b"offset_fetch", "offset_fetch_reply", b"offset_fetch_reply", "participant_heartbeat", b"participant_heartbeat", "participant_heartbeat_reply", b"participant_heartbeat_reply", "prepare_participants", b"prepare_participants", "prepare_participants_reply", b"prepare_participants_reply", "produce", b"produce", "produce_reply", b"produce_reply", "quorum_begin", b"quorum_begin", "quorum_end", b"quorum_end", "quorum_fetch", b"quorum_fetch", "quorum_fetch_reply", b"quorum_fetch_reply", "quorum_heard_reply", b"quorum_heard_reply", "quorum_vote", b"quorum_vote", "quorum_vote_reply", b"quorum_vote_reply", "register_broker", b"register_broker", "register_broker_reply", b"register_broker_reply", "release_lease", b"release_lease", "release_lease_reply", b"release_lease_reply", "remove_voter", b"remove_voter", "renew_lease", b"renew_lease", "renew_lease_reply", b"renew_lease_reply", "sync_group", b"sync_group", "sync_group_reply", b"sync_group_reply", "tier_claim", b"tier_claim", "tier_claim_reply", b"tier_claim_reply", "tier_confirm", b"tier_confirm", "tier_confirm_reply", b"tier_confirm_reply", "tier_fetch", b"tier_fetch", "tier_fetch_reply", b"tier_fetch_reply", "tier_offset_for_time", b"tier_offset_for_time", "tier_offset_for_time_reply", b"tier_offset_for_time_reply", "tier_partitions", b"tier_partitions", "tier_partitions_reply", b"tier_partitions_reply", "tier_progress", b"tier_progress", "tier_progress_reply", b"tier_progress_reply", "tier_purge", b"tier_purge", "tier_purge_reply", b"tier_purge_reply", "tier_purged", b"tier_purged", "tier_purged_reply", b"tier_purged_reply", "tier_rows", b"tier_rows", "tier_rows_reply", b"tier_rows_reply", "timeout_ms", b"timeout_ms", "unregister_broker", b"unregister_broker", "unregister_broker_reply", b"unregister_broker_reply", "upgrade_cluster", b"upgrade_cluster", "upgrade_cluster_reply", b"upgrade_cluster_reply", "write_txn_markers", b"write_txn_markers", "write_txn_markers_reply", b"write_txn_markers_reply"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "hello_reply", "metadata", "metadata_reply", "create_topics", "create_topics_reply", "delete_topics", "delete_topics_reply", "create_partitions", "create_partitions_reply", "describe_configs", "describe_configs_reply", "alter_configs", "alter_configs_reply", "list_offsets", "list_offsets_reply", "delete_records", "delete_records_reply", "init_producer_id", "init_producer_id_reply", "describe_partitions", "describe_partitions_reply", "describe_tier", "describe_tier_reply", "byte_offsets", "byte_offsets_reply", "produce", "produce_reply", "fetch", "fetch_reply", "register_broker", "register_broker_reply", "broker_heartbeat", "broker_heartbeat_reply", "fetch_metadata_log", "fetch_metadata_log_reply", "allocate_producer_ids", "allocate_producer_ids_reply", "alter_partition", "alter_partition_reply", "tier_purged", "tier_purged_reply", "quorum_vote", "quorum_vote_reply", "quorum_begin", "quorum_end", "quorum_heard_reply", "quorum_fetch", "quorum_fetch_reply", "describe_quorum", "describe_quorum_reply", "add_voter", "remove_voter", "change_voters_reply", "fetch_snapshot", "fetch_snapshot_reply", "alter_reassignments", "alter_reassignments_reply", "list_reassignments", "list_reassignments_reply", "elect_leaders", "elect_leaders_reply", "unregister_broker", "unregister_broker_reply", "list_brokers", "list_brokers_reply", "confirm_clock", "confirm_clock_reply", "describe_cluster", "describe_cluster_reply", "upgrade_cluster", "upgrade_cluster_reply", "tier_partitions", "tier_partitions_reply", "tier_progress", "tier_progress_reply", "tier_fetch", "tier_fetch_reply", "tier_offset_for_time", "tier_offset_for_time_reply", "tier_claim", "tier_claim_reply", "commit_to_table", "commit_to_table_reply", "tier_confirm", "tier_confirm_reply", "tier_purge", "tier_purge_reply", "tier_rows", "tier_rows_reply", "find_coordinator", "find_coordinator_reply", "end_txn", "end_txn_reply", "list_transactions", "list_transactions_reply", "describe_transactions", "describe_transactions_reply", "abort_transaction", "abort_transaction_reply", "forget_transaction", "forget_transaction_reply", "describe_producers", "describe_producers_reply", "join_transaction", "join_transaction_reply", "participant_heartbeat", "participant_heartbeat_reply", "commit_participants", "commit_participants_reply", "acquire_lease", "acquire_lease_reply", "renew_lease", "renew_lease_reply", "release_lease", "release_lease_reply", "add_partitions_to_txn", "add_partitions_to_txn_reply", "write_txn_markers", "write_txn_markers_reply", "abort_participants", "abort_participants_reply", "prepare_participants", "prepare_participants_reply", "create_internal_topic", "create_internal_topic_reply"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "hello_reply", "metadata", "metadata_reply", "create_topics", "create_topics_reply", "delete_topics", "delete_topics_reply", "create_partitions", "create_partitions_reply", "describe_configs", "describe_configs_reply", "alter_configs", "alter_configs_reply", "list_offsets", "list_offsets_reply", "delete_records", "delete_records_reply", "init_producer_id", "init_producer_id_reply", "describe_partitions", "describe_partitions_reply", "describe_tier", "describe_tier_reply", "byte_offsets", "byte_offsets_reply", "produce", "produce_reply", "fetch", "fetch_reply", "register_broker", "register_broker_reply", "broker_heartbeat", "broker_heartbeat_reply", "fetch_metadata_log", "fetch_metadata_log_reply", "allocate_producer_ids", "allocate_producer_ids_reply", "alter_partition", "alter_partition_reply", "tier_purged", "tier_purged_reply", "quorum_vote", "quorum_vote_reply", "quorum_begin", "quorum_end", "quorum_heard_reply", "quorum_fetch", "quorum_fetch_reply", "describe_quorum", "describe_quorum_reply", "add_voter", "remove_voter", "change_voters_reply", "fetch_snapshot", "fetch_snapshot_reply", "alter_reassignments", "alter_reassignments_reply", "list_reassignments", "list_reassignments_reply", "elect_leaders", "elect_leaders_reply", "unregister_broker", "unregister_broker_reply", "list_brokers", "list_brokers_reply", "confirm_clock", "confirm_clock_reply", "describe_cluster", "describe_cluster_reply", "upgrade_cluster", "upgrade_cluster_reply", "tier_partitions", "tier_partitions_reply", "tier_progress", "tier_progress_reply", "tier_fetch", "tier_fetch_reply", "tier_offset_for_time", "tier_offset_for_time_reply", "tier_claim", "tier_claim_reply", "commit_to_table", "commit_to_table_reply", "tier_confirm", "tier_confirm_reply", "tier_purge", "tier_purge_reply", "tier_rows", "tier_rows_reply", "find_coordinator", "find_coordinator_reply", "end_txn", "end_txn_reply", "list_transactions", "list_transactions_reply", "describe_transactions", "describe_transactions_reply", "abort_transaction", "abort_transaction_reply", "forget_transaction", "forget_transaction_reply", "describe_producers", "describe_producers_reply", "join_transaction", "join_transaction_reply", "participant_heartbeat", "participant_heartbeat_reply", "commit_participants", "commit_participants_reply", "acquire_lease", "acquire_lease_reply", "renew_lease", "renew_lease_reply", "release_lease", "release_lease_reply", "add_partitions_to_txn", "add_partitions_to_txn_reply", "write_txn_markers", "write_txn_markers_reply", "abort_participants", "abort_participants_reply", "prepare_participants", "prepare_participants_reply", "create_internal_topic", "create_internal_topic_reply", "join_group", "join_group_reply", "sync_group", "sync_group_reply", "group_heartbeat", "group_heartbeat_reply", "leave_group", "leave_group_reply", "offset_commit", "offset_commit_reply", "offset_fetch", "offset_fetch_reply", "list_groups", "list_groups_reply", "describe_groups", "describe_groups_reply", "delete_groups", "delete_groups_reply", "delete_offsets", "delete_offsets_reply"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -6766,6 +6848,1074 @@ class TransactionStateRecord(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TransactionStateRecord: _TypeAlias = TransactionStateRecord  # noqa: Y015
+
+@_typing.final
+class TopicPartitions(_message.Message):
+    """---- consumer groups (design 0017) ----------------------------------------------------------------------"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_ID_FIELD_NUMBER: _builtins.int
+    PARTITIONS_FIELD_NUMBER: _builtins.int
+    topic_id: _builtins.str
+    @_builtins.property
+    def partitions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        topic_id: _builtins.str = ...,
+        partitions: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["partitions", b"partitions", "topic_id", b"topic_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TopicPartitions: _TypeAlias = TopicPartitions  # noqa: Y015
+
+@_typing.final
+class GroupSubscription(_message.Message):
+    """topics: names.  owned: what the member has since generation `owned_generation` (KIP-792); user_data: of the assignor"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPICS_FIELD_NUMBER: _builtins.int
+    OWNED_FIELD_NUMBER: _builtins.int
+    OWNED_GENERATION_FIELD_NUMBER: _builtins.int
+    RACK_FIELD_NUMBER: _builtins.int
+    USER_DATA_FIELD_NUMBER: _builtins.int
+    owned_generation: _builtins.int
+    rack: _builtins.str
+    user_data: _builtins.bytes
+    @_builtins.property
+    def topics(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def owned(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopicPartitions]: ...
+    def __init__(
+        self,
+        *,
+        topics: _abc.Iterable[_builtins.str] | None = ...,
+        owned: _abc.Iterable[Global___TopicPartitions] | None = ...,
+        owned_generation: _builtins.int = ...,
+        rack: _builtins.str = ...,
+        user_data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["owned", b"owned", "owned_generation", b"owned_generation", "rack", b"rack", "topics", b"topics", "user_data", b"user_data"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupSubscription: _TypeAlias = GroupSubscription  # noqa: Y015
+
+@_typing.final
+class GroupMember(_message.Message):
+    """Who asks.  member_id: drawn by the client (KIP-1082).  generation: the last one that the member has completed; -1 = none"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    MEMBER_ID_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    GROUP_INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    group_id: _builtins.str
+    member_id: _builtins.str
+    generation: _builtins.int
+    group_instance_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        group_id: _builtins.str = ...,
+        member_id: _builtins.str = ...,
+        generation: _builtins.int = ...,
+        group_instance_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "group_id", b"group_id", "group_instance_id", b"group_instance_id", "member_id", b"member_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupMember: _TypeAlias = GroupMember  # noqa: Y015
+
+@_typing.final
+class JoinGroupRequest(_message.Message):
+    """assignors: names, the preferred one first"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBER_FIELD_NUMBER: _builtins.int
+    SESSION_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    REBALANCE_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    ASSIGNORS_FIELD_NUMBER: _builtins.int
+    SUBSCRIPTION_FIELD_NUMBER: _builtins.int
+    CLIENT_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    session_timeout_ms: _builtins.int
+    rebalance_timeout_ms: _builtins.int
+    client_id: _builtins.str
+    reason: _builtins.str
+    @_builtins.property
+    def member(self) -> Global___GroupMember: ...
+    @_builtins.property
+    def assignors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def subscription(self) -> Global___GroupSubscription: ...
+    def __init__(
+        self,
+        *,
+        member: Global___GroupMember | None = ...,
+        session_timeout_ms: _builtins.int = ...,
+        rebalance_timeout_ms: _builtins.int = ...,
+        assignors: _abc.Iterable[_builtins.str] | None = ...,
+        subscription: Global___GroupSubscription | None = ...,
+        client_id: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["member", b"member", "subscription", b"subscription"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignors", b"assignors", "client_id", b"client_id", "member", b"member", "reason", b"reason", "rebalance_timeout_ms", b"rebalance_timeout_ms", "session_timeout_ms", b"session_timeout_ms", "subscription", b"subscription"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JoinGroupRequest: _TypeAlias = JoinGroupRequest  # noqa: Y015
+
+@_typing.final
+class JoinedMember(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBER_ID_FIELD_NUMBER: _builtins.int
+    GROUP_INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    SUBSCRIPTION_FIELD_NUMBER: _builtins.int
+    member_id: _builtins.str
+    group_instance_id: _builtins.str
+    @_builtins.property
+    def subscription(self) -> Global___GroupSubscription: ...
+    def __init__(
+        self,
+        *,
+        member_id: _builtins.str = ...,
+        group_instance_id: _builtins.str = ...,
+        subscription: Global___GroupSubscription | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["subscription", b"subscription"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_instance_id", b"group_instance_id", "member_id", b"member_id", "subscription", b"subscription"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JoinedMember: _TypeAlias = JoinedMember  # noqa: Y015
+
+@_typing.final
+class JoinGroupReply(_message.Message):
+    """pending: the rebalance waits for other members; ask again.  members: only for the leader that has to compute the assignment"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PENDING_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    LEADER_FIELD_NUMBER: _builtins.int
+    ASSIGNOR_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    pending: _builtins.bool
+    generation: _builtins.int
+    leader: _builtins.str
+    assignor: _builtins.str
+    @_builtins.property
+    def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___JoinedMember]: ...
+    def __init__(
+        self,
+        *,
+        pending: _builtins.bool = ...,
+        generation: _builtins.int = ...,
+        leader: _builtins.str = ...,
+        assignor: _builtins.str = ...,
+        members: _abc.Iterable[Global___JoinedMember] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignor", b"assignor", "generation", b"generation", "leader", b"leader", "members", b"members", "pending", b"pending"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JoinGroupReply: _TypeAlias = JoinGroupReply  # noqa: Y015
+
+@_typing.final
+class MemberAssignment(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBER_ID_FIELD_NUMBER: _builtins.int
+    PARTITIONS_FIELD_NUMBER: _builtins.int
+    member_id: _builtins.str
+    @_builtins.property
+    def partitions(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopicPartitions]: ...
+    def __init__(
+        self,
+        *,
+        member_id: _builtins.str = ...,
+        partitions: _abc.Iterable[Global___TopicPartitions] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["member_id", b"member_id", "partitions", b"partitions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MemberAssignment: _TypeAlias = MemberAssignment  # noqa: Y015
+
+@_typing.final
+class GroupAssignment(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    METADATA_OFFSET_FIELD_NUMBER: _builtins.int
+    metadata_offset: _builtins.int
+    @_builtins.property
+    def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___MemberAssignment]: ...
+    def __init__(
+        self,
+        *,
+        members: _abc.Iterable[Global___MemberAssignment] | None = ...,
+        metadata_offset: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["members", b"members", "metadata_offset", b"metadata_offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupAssignment: _TypeAlias = GroupAssignment  # noqa: Y015
+
+@_typing.final
+class SyncGroupRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBER_FIELD_NUMBER: _builtins.int
+    ASSIGNMENT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def member(self) -> Global___GroupMember: ...
+    @_builtins.property
+    def assignment(self) -> Global___GroupAssignment: ...
+    def __init__(
+        self,
+        *,
+        member: Global___GroupMember | None = ...,
+        assignment: Global___GroupAssignment | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "member", b"member"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "member", b"member"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SyncGroupRequest: _TypeAlias = SyncGroupRequest  # noqa: Y015
+
+@_typing.final
+class SyncGroupReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PENDING_FIELD_NUMBER: _builtins.int
+    PARTITIONS_FIELD_NUMBER: _builtins.int
+    pending: _builtins.bool
+    @_builtins.property
+    def partitions(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopicPartitions]: ...
+    def __init__(
+        self,
+        *,
+        pending: _builtins.bool = ...,
+        partitions: _abc.Iterable[Global___TopicPartitions] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["partitions", b"partitions", "pending", b"pending"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SyncGroupReply: _TypeAlias = SyncGroupReply  # noqa: Y015
+
+@_typing.final
+class GroupHeartbeatRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def member(self) -> Global___GroupMember: ...
+    def __init__(
+        self,
+        *,
+        member: Global___GroupMember | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["member", b"member"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["member", b"member"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupHeartbeatRequest: _TypeAlias = GroupHeartbeatRequest  # noqa: Y015
+
+@_typing.final
+class GroupHeartbeatReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupHeartbeatReply: _TypeAlias = GroupHeartbeatReply  # noqa: Y015
+
+@_typing.final
+class LeaveGroupRequest(_message.Message):
+    """members: of one group, by member_id or, without one, by group_instance_id.  One result for each, in order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    group_id: _builtins.str
+    reason: _builtins.str
+    @_builtins.property
+    def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupMember]: ...
+    def __init__(
+        self,
+        *,
+        group_id: _builtins.str = ...,
+        members: _abc.Iterable[Global___GroupMember] | None = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "members", b"members", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaveGroupRequest: _TypeAlias = LeaveGroupRequest  # noqa: Y015
+
+@_typing.final
+class LeaveGroupReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ERRORS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def errors(self) -> _containers.RepeatedCompositeFieldContainer[Global___Error]: ...
+    def __init__(
+        self,
+        *,
+        errors: _abc.Iterable[Global___Error] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["errors", b"errors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaveGroupReply: _TypeAlias = LeaveGroupReply  # noqa: Y015
+
+@_typing.final
+class CommitTopic(_message.Message):
+    """One topic of a commit; the lists have one entry for each partition.  leader_epochs, metadata: absent = -1, "" for all"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_ID_FIELD_NUMBER: _builtins.int
+    PARTITIONS_FIELD_NUMBER: _builtins.int
+    OFFSETS_FIELD_NUMBER: _builtins.int
+    LEADER_EPOCHS_FIELD_NUMBER: _builtins.int
+    METADATA_FIELD_NUMBER: _builtins.int
+    topic_id: _builtins.str
+    @_builtins.property
+    def partitions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def leader_epochs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def metadata(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        topic_id: _builtins.str = ...,
+        partitions: _abc.Iterable[_builtins.int] | None = ...,
+        offsets: _abc.Iterable[_builtins.int] | None = ...,
+        leader_epochs: _abc.Iterable[_builtins.int] | None = ...,
+        metadata: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leader_epochs", b"leader_epochs", "metadata", b"metadata", "offsets", b"offsets", "partitions", b"partitions", "topic_id", b"topic_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CommitTopic: _TypeAlias = CommitTopic  # noqa: Y015
+
+@_typing.final
+class OffsetCommitRequest(_message.Message):
+    """member: without a member_id, a commit of a tool or of a consumer with assigned partitions.  metadata_offset: of the client's metadata"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBER_FIELD_NUMBER: _builtins.int
+    TOPICS_FIELD_NUMBER: _builtins.int
+    METADATA_OFFSET_FIELD_NUMBER: _builtins.int
+    metadata_offset: _builtins.int
+    @_builtins.property
+    def member(self) -> Global___GroupMember: ...
+    @_builtins.property
+    def topics(self) -> _containers.RepeatedCompositeFieldContainer[Global___CommitTopic]: ...
+    def __init__(
+        self,
+        *,
+        member: Global___GroupMember | None = ...,
+        topics: _abc.Iterable[Global___CommitTopic] | None = ...,
+        metadata_offset: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["member", b"member"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["member", b"member", "metadata_offset", b"metadata_offset", "topics", b"topics"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OffsetCommitRequest: _TypeAlias = OffsetCommitRequest  # noqa: Y015
+
+@_typing.final
+class RefusedOffset(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_ID_FIELD_NUMBER: _builtins.int
+    PARTITION_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    topic_id: _builtins.str
+    partition: _builtins.int
+    @_builtins.property
+    def error(self) -> Global___Error: ...
+    def __init__(
+        self,
+        *,
+        topic_id: _builtins.str = ...,
+        partition: _builtins.int = ...,
+        error: Global___Error | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "partition", b"partition", "topic_id", b"topic_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RefusedOffset: _TypeAlias = RefusedOffset  # noqa: Y015
+
+@_typing.final
+class OffsetCommitReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REFUSED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def refused(self) -> _containers.RepeatedCompositeFieldContainer[Global___RefusedOffset]: ...
+    def __init__(
+        self,
+        *,
+        refused: _abc.Iterable[Global___RefusedOffset] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["refused", b"refused"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OffsetCommitReply: _TypeAlias = OffsetCommitReply  # noqa: Y015
+
+@_typing.final
+class OffsetFetchGroup(_message.Message):
+    """topics empty = all that the group has"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    TOPICS_FIELD_NUMBER: _builtins.int
+    group_id: _builtins.str
+    @_builtins.property
+    def topics(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopicPartitions]: ...
+    def __init__(
+        self,
+        *,
+        group_id: _builtins.str = ...,
+        topics: _abc.Iterable[Global___TopicPartitions] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "topics", b"topics"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OffsetFetchGroup: _TypeAlias = OffsetFetchGroup  # noqa: Y015
+
+@_typing.final
+class OffsetFetchRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUPS_FIELD_NUMBER: _builtins.int
+    REQUIRE_STABLE_FIELD_NUMBER: _builtins.int
+    require_stable: _builtins.bool
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___OffsetFetchGroup]: ...
+    def __init__(
+        self,
+        *,
+        groups: _abc.Iterable[Global___OffsetFetchGroup] | None = ...,
+        require_stable: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "require_stable", b"require_stable"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OffsetFetchRequest: _TypeAlias = OffsetFetchRequest  # noqa: Y015
+
+@_typing.final
+class FetchedOffsets(_message.Message):
+    """A partition without an offset is absent, or has offset -1."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    TOPICS_FIELD_NUMBER: _builtins.int
+    group_id: _builtins.str
+    @_builtins.property
+    def error(self) -> Global___Error: ...
+    @_builtins.property
+    def topics(self) -> _containers.RepeatedCompositeFieldContainer[Global___CommitTopic]: ...
+    def __init__(
+        self,
+        *,
+        group_id: _builtins.str = ...,
+        error: Global___Error | None = ...,
+        topics: _abc.Iterable[Global___CommitTopic] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "group_id", b"group_id", "topics", b"topics"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchedOffsets: _TypeAlias = FetchedOffsets  # noqa: Y015
+
+@_typing.final
+class OffsetFetchReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUPS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___FetchedOffsets]: ...
+    def __init__(
+        self,
+        *,
+        groups: _abc.Iterable[Global___FetchedOffsets] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OffsetFetchReply: _TypeAlias = OffsetFetchReply  # noqa: Y015
+
+@_typing.final
+class ListGroupsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def states(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        states: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["states", b"states"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListGroupsRequest: _TypeAlias = ListGroupsRequest  # noqa: Y015
+
+@_typing.final
+class GroupListing(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    group_id: _builtins.str
+    state: _builtins.str
+    members: _builtins.int
+    def __init__(
+        self,
+        *,
+        group_id: _builtins.str = ...,
+        state: _builtins.str = ...,
+        members: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "members", b"members", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupListing: _TypeAlias = GroupListing  # noqa: Y015
+
+@_typing.final
+class ListGroupsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUPS_FIELD_NUMBER: _builtins.int
+    LOADING_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupListing]: ...
+    @_builtins.property
+    def loading(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        groups: _abc.Iterable[Global___GroupListing] | None = ...,
+        loading: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "loading", b"loading"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListGroupsReply: _TypeAlias = ListGroupsReply  # noqa: Y015
+
+@_typing.final
+class DescribeGroupsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def group_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        group_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_ids", b"group_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeGroupsRequest: _TypeAlias = DescribeGroupsRequest  # noqa: Y015
+
+@_typing.final
+class DescribedMember(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBER_ID_FIELD_NUMBER: _builtins.int
+    GROUP_INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    CLIENT_ID_FIELD_NUMBER: _builtins.int
+    TOPICS_FIELD_NUMBER: _builtins.int
+    PARTITIONS_FIELD_NUMBER: _builtins.int
+    HEARD_AGO_MS_FIELD_NUMBER: _builtins.int
+    SESSION_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    REBALANCE_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    member_id: _builtins.str
+    group_instance_id: _builtins.str
+    client_id: _builtins.str
+    heard_ago_ms: _builtins.int
+    session_timeout_ms: _builtins.int
+    rebalance_timeout_ms: _builtins.int
+    """heard_ago_ms: -1 = not known"""
+    @_builtins.property
+    def topics(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def partitions(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopicPartitions]: ...
+    def __init__(
+        self,
+        *,
+        member_id: _builtins.str = ...,
+        group_instance_id: _builtins.str = ...,
+        client_id: _builtins.str = ...,
+        topics: _abc.Iterable[_builtins.str] | None = ...,
+        partitions: _abc.Iterable[Global___TopicPartitions] | None = ...,
+        heard_ago_ms: _builtins.int = ...,
+        session_timeout_ms: _builtins.int = ...,
+        rebalance_timeout_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "group_instance_id", b"group_instance_id", "heard_ago_ms", b"heard_ago_ms", "member_id", b"member_id", "partitions", b"partitions", "rebalance_timeout_ms", b"rebalance_timeout_ms", "session_timeout_ms", b"session_timeout_ms", "topics", b"topics"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribedMember: _TypeAlias = DescribedMember  # noqa: Y015
+
+@_typing.final
+class DescribedGroup(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ERROR_FIELD_NUMBER: _builtins.int
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    COORDINATOR_ID_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    ASSIGNOR_FIELD_NUMBER: _builtins.int
+    LEADER_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    group_id: _builtins.str
+    coordinator_id: _builtins.int
+    state: _builtins.str
+    generation: _builtins.int
+    assignor: _builtins.str
+    leader: _builtins.str
+    @_builtins.property
+    def error(self) -> Global___Error: ...
+    @_builtins.property
+    def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___DescribedMember]: ...
+    def __init__(
+        self,
+        *,
+        error: Global___Error | None = ...,
+        group_id: _builtins.str = ...,
+        coordinator_id: _builtins.int = ...,
+        state: _builtins.str = ...,
+        generation: _builtins.int = ...,
+        assignor: _builtins.str = ...,
+        leader: _builtins.str = ...,
+        members: _abc.Iterable[Global___DescribedMember] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignor", b"assignor", "coordinator_id", b"coordinator_id", "error", b"error", "generation", b"generation", "group_id", b"group_id", "leader", b"leader", "members", b"members", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribedGroup: _TypeAlias = DescribedGroup  # noqa: Y015
+
+@_typing.final
+class DescribeGroupsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUPS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___DescribedGroup]: ...
+    def __init__(
+        self,
+        *,
+        groups: _abc.Iterable[Global___DescribedGroup] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeGroupsReply: _TypeAlias = DescribeGroupsReply  # noqa: Y015
+
+@_typing.final
+class DeleteGroupsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def group_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        group_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_ids", b"group_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteGroupsRequest: _TypeAlias = DeleteGroupsRequest  # noqa: Y015
+
+@_typing.final
+class DeletedGroup(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    group_id: _builtins.str
+    @_builtins.property
+    def error(self) -> Global___Error: ...
+    def __init__(
+        self,
+        *,
+        group_id: _builtins.str = ...,
+        error: Global___Error | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "group_id", b"group_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeletedGroup: _TypeAlias = DeletedGroup  # noqa: Y015
+
+@_typing.final
+class DeleteGroupsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUPS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeletedGroup]: ...
+    def __init__(
+        self,
+        *,
+        groups: _abc.Iterable[Global___DeletedGroup] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteGroupsReply: _TypeAlias = DeleteGroupsReply  # noqa: Y015
+
+@_typing.final
+class DeleteOffsetsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    TOPICS_FIELD_NUMBER: _builtins.int
+    group_id: _builtins.str
+    @_builtins.property
+    def topics(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopicPartitions]: ...
+    def __init__(
+        self,
+        *,
+        group_id: _builtins.str = ...,
+        topics: _abc.Iterable[Global___TopicPartitions] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "topics", b"topics"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteOffsetsRequest: _TypeAlias = DeleteOffsetsRequest  # noqa: Y015
+
+@_typing.final
+class DeleteOffsetsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REFUSED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def refused(self) -> _containers.RepeatedCompositeFieldContainer[Global___RefusedOffset]: ...
+    def __init__(
+        self,
+        *,
+        refused: _abc.Iterable[Global___RefusedOffset] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["refused", b"refused"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteOffsetsReply: _TypeAlias = DeleteOffsetsReply  # noqa: Y015
+
+@_typing.final
+class GroupRecord(_message.Message):
+    """---- records of __consumer_offsets (key: server/groups/records.py) ---------------------------------------"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    MEMBER_FIELD_NUMBER: _builtins.int
+    ASSIGNMENT_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def group(self) -> Global___GroupStateRecord: ...
+    @_builtins.property
+    def member(self) -> Global___GroupMemberRecord: ...
+    @_builtins.property
+    def assignment(self) -> Global___GroupAssignmentRecord: ...
+    @_builtins.property
+    def offset(self) -> Global___OffsetRecord: ...
+    def __init__(
+        self,
+        *,
+        group: Global___GroupStateRecord | None = ...,
+        member: Global___GroupMemberRecord | None = ...,
+        assignment: Global___GroupAssignmentRecord | None = ...,
+        offset: Global___OffsetRecord | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "group", b"group", "member", b"member", "offset", b"offset", "record", b"record"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "group", b"group", "member", b"member", "offset", b"offset", "record", b"record"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_record: _TypeAlias = _typing.Literal["group", "member", "assignment", "offset"]  # noqa: Y015
+    _WhichOneofArgType_record: _TypeAlias = _typing.Literal["record", b"record"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_record) -> _WhichOneofReturnType_record | None: ...
+
+Global___GroupRecord: _TypeAlias = GroupRecord  # noqa: Y015
+
+@_typing.final
+class GroupStateRecord(_message.Message):
+    """state: 1 empty, 2 preparing rebalance, 3 completing rebalance, 4 stable.  initial: the rebalance began in an empty group."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    ASSIGNOR_FIELD_NUMBER: _builtins.int
+    LEADER_FIELD_NUMBER: _builtins.int
+    INITIAL_FIELD_NUMBER: _builtins.int
+    EMPTY_SINCE_MS_FIELD_NUMBER: _builtins.int
+    state: _builtins.int
+    generation: _builtins.int
+    assignor: _builtins.str
+    leader: _builtins.str
+    initial: _builtins.bool
+    empty_since_ms: _builtins.int
+    def __init__(
+        self,
+        *,
+        state: _builtins.int = ...,
+        generation: _builtins.int = ...,
+        assignor: _builtins.str = ...,
+        leader: _builtins.str = ...,
+        initial: _builtins.bool = ...,
+        empty_since_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignor", b"assignor", "empty_since_ms", b"empty_since_ms", "generation", b"generation", "initial", b"initial", "leader", b"leader", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupStateRecord: _TypeAlias = GroupStateRecord  # noqa: Y015
+
+@_typing.final
+class GroupMemberRecord(_message.Message):
+    """joined: the generation after which it has joined; -1 = it has not joined the next rebalance"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    CLIENT_ID_FIELD_NUMBER: _builtins.int
+    SESSION_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    REBALANCE_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    ASSIGNORS_FIELD_NUMBER: _builtins.int
+    SUBSCRIPTION_FIELD_NUMBER: _builtins.int
+    JOINED_FIELD_NUMBER: _builtins.int
+    group_instance_id: _builtins.str
+    client_id: _builtins.str
+    session_timeout_ms: _builtins.int
+    rebalance_timeout_ms: _builtins.int
+    joined: _builtins.int
+    @_builtins.property
+    def assignors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def subscription(self) -> Global___GroupSubscription: ...
+    def __init__(
+        self,
+        *,
+        group_instance_id: _builtins.str = ...,
+        client_id: _builtins.str = ...,
+        session_timeout_ms: _builtins.int = ...,
+        rebalance_timeout_ms: _builtins.int = ...,
+        assignors: _abc.Iterable[_builtins.str] | None = ...,
+        subscription: Global___GroupSubscription | None = ...,
+        joined: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["subscription", b"subscription"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignors", b"assignors", "client_id", b"client_id", "group_instance_id", b"group_instance_id", "joined", b"joined", "rebalance_timeout_ms", b"rebalance_timeout_ms", "session_timeout_ms", b"session_timeout_ms", "subscription", b"subscription"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupMemberRecord: _TypeAlias = GroupMemberRecord  # noqa: Y015
+
+@_typing.final
+class AssignedMember(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBER_ID_FIELD_NUMBER: _builtins.int
+    PARTITIONS_FIELD_NUMBER: _builtins.int
+    RELEASED_FIELD_NUMBER: _builtins.int
+    member_id: _builtins.str
+    @_builtins.property
+    def partitions(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopicPartitions]: ...
+    @_builtins.property
+    def released(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopicPartitions]: ...
+    def __init__(
+        self,
+        *,
+        member_id: _builtins.str = ...,
+        partitions: _abc.Iterable[Global___TopicPartitions] | None = ...,
+        released: _abc.Iterable[Global___TopicPartitions] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["member_id", b"member_id", "partitions", b"partitions", "released", b"released"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AssignedMember: _TypeAlias = AssignedMember  # noqa: Y015
+
+@_typing.final
+class GroupAssignmentRecord(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    generation: _builtins.int
+    @_builtins.property
+    def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___AssignedMember]: ...
+    def __init__(
+        self,
+        *,
+        generation: _builtins.int = ...,
+        members: _abc.Iterable[Global___AssignedMember] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "members", b"members"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupAssignmentRecord: _TypeAlias = GroupAssignmentRecord  # noqa: Y015
+
+@_typing.final
+class OffsetRecord(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFFSET_FIELD_NUMBER: _builtins.int
+    LEADER_EPOCH_FIELD_NUMBER: _builtins.int
+    METADATA_FIELD_NUMBER: _builtins.int
+    COMMITTED_MS_FIELD_NUMBER: _builtins.int
+    offset: _builtins.int
+    leader_epoch: _builtins.int
+    metadata: _builtins.str
+    committed_ms: _builtins.int
+    def __init__(
+        self,
+        *,
+        offset: _builtins.int = ...,
+        leader_epoch: _builtins.int = ...,
+        metadata: _builtins.str = ...,
+        committed_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_ms", b"committed_ms", "leader_epoch", b"leader_epoch", "metadata", b"metadata", "offset", b"offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OffsetRecord: _TypeAlias = OffsetRecord  # noqa: Y015
 
 @_typing.final
 class MetadataRecord(_message.Message):

@@ -19,6 +19,7 @@ from pk.log.aborted import AbortedEntry
 from pk.log.encoding import encode_lists
 from pk.log.index import Extent, SparseIndex
 from pk.log.producers import Producers
+from pk.server.groups import records as group_records
 from pk.server.node import format as node_format
 from pk.server.raft import quorum_state_store, snapshot_framing
 from pk.server.raft.messages import Vote
@@ -67,6 +68,18 @@ def read_transaction_key(raw: bytes) -> str:
     return records.decode_key(rows.column("key")[0].as_py())
 
 
+def group_key() -> bytes:
+    """A batch with the key of a group."""
+    key = group_records.encode_key(group_records.GROUP, "g")
+    return b"".join(encode_lists([None], [key]))
+
+
+def read_group_key(raw: bytes) -> group_records.GroupKey:
+    batch.check(raw)
+    rows = columns.decode(raw, decoded_bytes_max=1000)
+    return group_records.decode_key(rows.column("key")[0].as_py())
+
+
 def checkpoint(name: str) -> tuple[Write, Read]:
     return lambda: checkpoints.encode(name, ["line"]), lambda raw: checkpoints.decode(name, raw)
 
@@ -79,6 +92,7 @@ WRITERS: dict[str, tuple[Write, Read]] = {
         lambda raw: batch.check(raw) and control_rows.decode_markers(raw),
     ),
     "__transaction_state key": (transaction_key, read_transaction_key),
+    "__consumer_offsets key": (group_key, read_group_key),
     ".txnindex": (lambda: aborted.encode([AbortedEntry(1, 2, 3, 4)]), aborted.decode),
     ".index": (lambda: indexes()[0], lambda raw: index.decode_entries(raw, index.OFFSETS)),
     ".timeindex": (lambda: indexes()[1], lambda raw: index.decode_entries(raw, index.TIMES)),

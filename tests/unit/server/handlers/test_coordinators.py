@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pk import errors, limits, transactional_ids
+from pk import errors, group_ids, limits, transactional_ids
 from pk.server.handlers.coordinators import GROUP, TRANSACTION
 from pk.types import NONE, PartitionKey
 from pk.wire import pk_pb2 as wire
@@ -68,12 +68,28 @@ def test_keys_that_are_refused(cluster: Any) -> None:
         for key in ("", "x" * (limits.TRANSACTIONAL_ID_BYTES_MAX + 1), "ü" * 125):
             with pytest.raises(errors.InvalidRequest):
                 await find(caller, key)
-        with pytest.raises(errors.UnsupportedFeature):
-            await find(caller, "group", GROUP)
+        for key in ("", "x" * (limits.GROUP_ID_BYTES_MAX + 1)):
+            with pytest.raises(errors.InvalidRequest, match="a group id"):
+                await find(caller, key, GROUP)
         with pytest.raises(errors.InvalidRequest):
             await find(caller, "key", 2)
         assert cluster.broker.core.metadata.image.topic(NAME) is None
         await find(caller, "x" * limits.TRANSACTIONAL_ID_BYTES_MAX)
+        await caller.close()
+
+    cluster.do(story())
+
+
+def test_a_group_has_a_coordinator_of_its_own_internal_topic(cluster: Any) -> None:
+    cluster.start()
+
+    async def story() -> None:
+        caller = cluster.caller()
+        reply = await find(caller, "group", GROUP)
+        assert reply.partition == group_ids.partition_of_group("group")
+        topic = cluster.broker.core.metadata.image.topic(group_ids.TOPIC)
+        assert len(topic.partitions) == group_ids.PARTITIONS
+        assert cluster.broker.core.metadata.image.topic(NAME) is None
         await caller.close()
 
     cluster.do(story())

@@ -1,0 +1,444 @@
+"""The group coordinator of one broker: a host for each partition of `__consumer_offsets` that the
+broker leads.
+
+World-generic.  The decisions are the machine's (machine.py); this module gives it what a pure core
+has not: the metadata image, the clocks, and the requests that wait.
+
+Invariants
+  N1  A partition is hosted in the leader epoch in which this broker leads it.  When that epoch ends
+      the host ends.
+  N2  While the host replays, requests get CoordinatorLoading.
+  N3  After every replay, also after a failed write, every member has a whole session and every
+      rebalance a whole timeout.
+  N4  No reply leaves a broker without contact to the controller: another broker may coordinate the
+      partition by then.
+  N5  No offset expires while the clock is not trusted (rule L10).  Sessions are monotonic.
+  N6  A join or a sync waits at most JOIN_WAIT_MS, and a third of the member's session timeout.
+      Then it is answered `pending` and the client asks again, so a member that waits is heard.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+from pk import errors, limits
+from pk.backoff import Backoff
+from pk.effects import Effect, Publish
+from pk.group_ids import PARTITIONS, TOPIC, partition_of_group
+from pk.server.groups import commands, records
+from pk.server.groups.groups import ConsumerGroup
+from pk.server.groups.machine import GroupCoordinator
+from pk.server.groups.sessions import MemberSessions
+from pk.server.groups.state import GroupState
+from pk.server.metadata.cache import MetadataCache
+from pk.server.replica.context import ControllerContact, Environment, MetadataProgress
+from pk.server.replica.partition import Partition
+from pk.server.replica.replay_log import PartitionReplayLog
+from pk.server.runtime.replayed_host import ReplayedHost
+from pk.tasks import TaskRegistry
+from pk.types import NONE, Epoch, TopicId
+from pk.wire import frames
+from pk.wire import pk_pb2 as wire
+
+TICK_MS = 100
+#: How long a join or a sync waits for other members (N6).
+JOIN_WAIT_MS = 5_000
+#: How often offsets are looked at for expiry, and how many groups one command looks at.
+EXPIRE_MS = 600_000
+EXPIRE_GROUPS = 100
+BACKOFF_MS = (50, 2_000)
+#: How long a request waits for the metadata that its client knows.
+METADATA_WAIT_MS = 3_000
+MINUTE_MS = 60_000
+
+
+class GroupClock(Protocol):
+    """The broker's wall clock (broker/clock_watch.py)."""
+
+    def trusted_ms(self) -> int | None: ...
+
+
+class _HostedGroups:
+    """One partition that this broker coordinates, in one leader epoch."""
+
+    def __init__(
+        self,
+        number: int,
+        epoch: Epoch,
+        host: ReplayedHost[Any, Any],
+        log: PartitionReplayLog[records.GroupLogRecord],
+        sessions: MemberSessions,
+    ) -> None:
+        self.number = number
+        self.epoch = epoch
+        self.host = host
+        self._log = log
+        self.sessions = sessions
+        self.loading = True  # N2
+        self.resumed: Any = None  #: the machine whose sessions were begun (N3)
+        self.expire_at_ms = 0  #: when offsets are looked at next
+        self.absent: frozenset[TopicId] = frozenset()  #: of the last look
+        #: By group; only those that a request waits for.
+        self._changes: WeakValueDictionary[str, asyncio.Event] = WeakValueDictionary()
+
+    @property
+    def groups(self) -> Mapping[str, ConsumerGroup]:
+        """The groups of the machine; the newest decisions may not be committed yet."""
+        machine: Any = self.host.machine
+        found: Mapping[str, ConsumerGroup] = machine.groups
+        return found
+
+    def change(self, group_id: str) -> asyncio.Event:
+        """Return the event that the next change of the group sets."""
+        return self._changes.setdefault(group_id, asyncio.Event())
+
+    def changed(self, group_id: str, now_ms: int) -> None:
+        """Follow a change of a group, and wake the requests that wait for one."""
+        self.sessions.update(group_id, self.groups.get(group_id), now_ms)
+        event = self._changes.pop(group_id, None)
+        if event is not None:
+            event.set()
+
+    async def close(self) -> None:
+        """End the host; what waits asks it once more, and is refused."""
+        await self.host.close()
+        self._log.close()
+        for event in list(self._changes.values()):
+            event.set()
+
+
+class GroupCoordinators:
+    """The coordinator partitions of one broker."""
+
+    def __init__(
+        self,
+        env: Environment,
+        metadata: MetadataCache,
+        contact: ControllerContact,
+        clocks: GroupClock,
+    ) -> None:
+        self._env = env
+        self._metadata = metadata
+        self._contact = contact
+        self._clocks = clocks
+        self._hosted: dict[int, _HostedGroups] = {}
+        self._tasks = TaskRegistry(partial(env.bug, "a group coordinator"))
+
+    def start(self) -> None:
+        """Begin to look for sessions that have ended."""
+        self._tasks.spawn(self._ticks())
+
+    async def close(self) -> None:
+        """End every host."""
+        hosted, self._hosted = list(self._hosted.values()), {}
+        await self._tasks.close()
+        for each in hosted:
+            await each.close()
+
+    # -- leadership ------------------------------------------------------------------------------
+
+    def partition_moved(self, partition: Partition) -> None:
+        """Host the partition, or end its host, if its leadership changed (N1)."""
+        number, epoch = partition.key.partition, partition.leader_epoch
+        hosted = self._hosted.get(number)
+        if hosted is not None and hosted.epoch == epoch:
+            return
+        if hosted is not None:
+            del self._hosted[number]
+            self._tasks.spawn(hosted.close())
+        if epoch != NONE and number < PARTITIONS:
+            self._tasks.spawn(self._load(self._host(partition, number, epoch)))
+
+    def _host(self, partition: Partition, number: int, epoch: Epoch) -> _HostedGroups:
+        server = self._env.server
+        rules = commands.GroupRules(
+            number,
+            server["group_min_session_timeout_ms"],
+            server["group_max_session_timeout_ms"],
+            server["group_initial_rebalance_delay_ms"],
+            server["group_max_size"],
+            server["offsets_retention_minutes"] * MINUTE_MS,
+            server["offset_metadata_max_bytes"],
+        )
+        log = PartitionReplayLog(
+            partition, epoch, self._env.clock, records.to_row, records.from_row
+        )
+        host: ReplayedHost[Any, Any] = ReplayedHost(
+            partial(GroupCoordinator, rules),
+            log,
+            self._env.clock,
+            on_fatal=partial(self._env.bug, f"{TOPIC}-{number}"),
+            on_effects=partial(self._effects, number, epoch),
+            unavailable=errors.NotCoordinator,
+        )
+        sessions = MemberSessions(rules.initial_rebalance_delay_ms)
+        hosted = self._hosted[number] = _HostedGroups(number, epoch, host, log, sessions)
+        hosted.expire_at_ms = self._env.now_ms + EXPIRE_MS
+        return hosted
+
+    async def _load(self, hosted: _HostedGroups) -> None:
+        """Replay the partition (N2)."""
+        backoff = Backoff(BACKOFF_MS)
+        began_ms = self._env.now_ms
+        while self._hosted.get(hosted.number) is hosted:
+            try:
+                await hosted.host.start()
+                break
+            except errors.PkError as failure:
+                self._env.warn(
+                    "group_coordinator_not_loaded",
+                    partition=hosted.number,
+                    error=failure.message,
+                )
+                await self._env.clock.sleep_ms(backoff.next_ms())
+        else:
+            return
+        self._resume(hosted)
+        hosted.loading = False
+        took_ms = self._env.now_ms - began_ms
+        self._env.say("group_coordinator_loaded", partition=hosted.number, took_ms=took_ms)
+
+    def _resume(self, hosted: _HostedGroups) -> None:
+        """Begin sessions and timeouts again (N3)."""
+        hosted.sessions.restart(hosted.groups, self._env.now_ms)
+        hosted.resumed = hosted.host.machine
+
+    def _effects(self, number: int, epoch: Epoch, effects: Sequence[Effect]) -> None:
+        hosted = self._hosted.get(number)
+        if hosted is None or hosted.epoch != epoch:
+            return
+        for effect in effects:
+            assert isinstance(effect, Publish)
+            hosted.changed(effect.value, self._env.now_ms)
+
+    # -- time ------------------------------------------------------------------------------------
+
+    async def _ticks(self) -> None:
+        while True:
+            await self._env.clock.sleep_ms(TICK_MS)
+            for hosted in list(self._hosted.values()):
+                name = (hosted.number, hosted.epoch)
+                if not hosted.loading and name not in self._tasks:
+                    self._tasks.spawn(self._tick(hosted), name)
+
+    async def _tick(self, hosted: _HostedGroups) -> None:
+        """Do what is due in one partition."""
+        if hosted.resumed is not hosted.host.machine:
+            self._resume(hosted)
+        if not self._contact.in_contact():
+            return
+        due = hosted.sessions.due(self._env.now_ms)
+        try:
+            for group_id, generation in due.joins:
+                await hosted.host.ask(commands.EndJoin(group_id, generation))
+            for at in range(0, len(due.expired), commands.EXPIRE_MAX):
+                part = due.expired[at : at + commands.EXPIRE_MAX]
+                count = await hosted.host.ask(commands.ExpireMembers(tuple(part)))
+                if count:
+                    self._env.warn("group_members_expired", members=part[:20], count=count)
+            if self._env.now_ms >= hosted.expire_at_ms:
+                hosted.expire_at_ms = self._env.now_ms + EXPIRE_MS
+                await self._expire_offsets(hosted)
+        except errors.PkError:
+            hosted.resumed = None  # the next tick begins the timeouts again
+
+    async def _expire_offsets(self, hosted: _HostedGroups) -> None:
+        """Remove the offsets whose retention has passed, and those of deleted topics (N5)."""
+        names = list(hosted.groups)
+        absent: set[TopicId] = set()
+        for at in range(0, len(names), EXPIRE_GROUPS):
+            part = tuple(names[at : at + EXPIRE_GROUPS])
+            again = True
+            while again and self._clocks.trusted_ms() is not None:
+                command = commands.ExpireOffsets(part, self._metadata.image, hosted.absent)
+                reply: commands.OffsetsExpired = await hosted.host.ask(command)
+                absent |= reply.absent
+                again = reply.written == commands.EXPIRE_MAX
+        hosted.absent = frozenset(absent)
+
+    # -- requests --------------------------------------------------------------------------------
+
+    def _serving(self, group_id: str) -> _HostedGroups:
+        """Return the host of a group; raises why it cannot answer (N2, N4)."""
+        self._check_contact()
+        number = partition_of_group(group_id)
+        hosted = self._hosted.get(number)
+        if hosted is None:
+            raise errors.NotCoordinator(f"this broker does not lead {TOPIC}-{number}")
+        if hosted.loading:
+            raise errors.CoordinatorLoading(f"{TOPIC}-{number} is being read")
+        return hosted
+
+    def _check_contact(self) -> None:
+        if not self._contact.in_contact():
+            raise errors.CoordinatorUnavailable("this broker has no contact to the controller")
+
+    async def _ask(self, hosted: _HostedGroups, command: Any) -> Any:
+        try:
+            return await hosted.host.ask(command)
+        finally:
+            self._check_contact()  # N4
+
+    async def join(self, request: wire.JoinGroupRequest) -> wire.JoinGroupReply:
+        """Let a member join; the reply waits for the other members (N6)."""
+        hosted = self._serving(request.member.group_id)
+        command = commands.JoinGroup(request)
+        wait_ms = min(JOIN_WAIT_MS, request.session_timeout_ms // 3)
+        reply: wire.JoinGroupReply = await self._until_ready(
+            hosted, request.member, wait_ms, lambda: self._ask(hosted, command)
+        )
+        return reply
+
+    async def sync(
+        self, request: wire.SyncGroupRequest, progress: MetadataProgress
+    ) -> wire.SyncGroupReply:
+        """Give a member its assignment; the reply waits for the leader's (N6)."""
+        hosted = self._serving(request.member.group_id)
+        if request.HasField("assignment"):
+            await progress.reached(request.assignment.metadata_offset, METADATA_WAIT_MS)
+        command = commands.SyncGroup(request, self._metadata.image)
+        group = hosted.groups.get(request.member.group_id)
+        member = None if group is None else group.members.get(request.member.member_id)
+        session_ms = JOIN_WAIT_MS if member is None else member.session_timeout_ms
+
+        async def ask() -> wire.SyncGroupReply:
+            reply: wire.SyncGroupReply = await self._ask(hosted, command)
+            hosted.sessions.synced(request.member.group_id, request.member.member_id)
+            return reply
+
+        wait_ms = min(JOIN_WAIT_MS, session_ms // 3)
+        found: wire.SyncGroupReply = await self._until_ready(hosted, request.member, wait_ms, ask)
+        return found
+
+    async def _until_ready(
+        self,
+        hosted: _HostedGroups,
+        asked: wire.GroupMember,
+        wait_ms: int,
+        ask: Callable[[], Awaitable[Any]],
+    ) -> Any:
+        """Ask after every change of the group until the reply is not `pending`, or for `wait_ms`.
+
+        The requests may be repeated, so the machine keeps no list of those that wait.
+        """
+        deadline_ms = self._env.now_ms + wait_ms
+        while True:
+            change = hosted.change(asked.group_id)
+            reply = await ask()
+            hosted.sessions.heard(asked.group_id, asked.member_id, self._env.now_ms)
+            left_ms = deadline_ms - self._env.now_ms
+            if not reply.pending or left_ms <= 0:
+                return reply
+            try:
+                async with asyncio.timeout(left_ms / 1000):
+                    await change.wait()
+            except TimeoutError:
+                return reply
+
+    async def heartbeat(self, request: wire.GroupHeartbeatRequest) -> wire.GroupHeartbeatReply:
+        """Renew the session of a member; writes nothing and waits for no write.
+
+        Raises `RebalanceInProgress` if the member has to join again.
+        """
+        asked = request.member
+        hosted = self._serving(asked.group_id)
+        group = hosted.groups.get(asked.group_id) or ConsumerGroup(asked.group_id)
+        group.member(asked)
+        hosted.sessions.heard(asked.group_id, asked.member_id, self._env.now_ms)
+        if group.state is GroupState.PREPARING_REBALANCE:
+            raise errors.RebalanceInProgress(
+                f"group {asked.group_id!r} is being rebalanced: join again"
+            )
+        return wire.GroupHeartbeatReply()
+
+    async def leave(self, request: wire.LeaveGroupRequest) -> wire.LeaveGroupReply:
+        """Remove members from a group."""
+        if len(request.members) > limits.GROUPS_DESCRIBED_MAX:
+            raise errors.InvalidRequest(f"{len(request.members)} members in one request")
+        hosted = self._serving(request.group_id)
+        reply: wire.LeaveGroupReply = await self._ask(hosted, commands.LeaveGroup(request))
+        return reply
+
+    async def commit(
+        self, request: wire.OffsetCommitRequest, progress: MetadataProgress
+    ) -> wire.OffsetCommitReply:
+        """Commit offsets, once this broker knows the topics that the client knows."""
+        hosted = self._serving(request.member.group_id)
+        await progress.reached(request.metadata_offset, METADATA_WAIT_MS)
+        command = commands.CommitOffsets(request, self._metadata.image)
+        reply: wire.OffsetCommitReply = await self._ask(hosted, command)
+        return reply
+
+    async def fetch(self, request: wire.OffsetFetchRequest) -> wire.OffsetFetchReply:
+        """Return the offsets of groups; each has its own error."""
+        _check_count(len(request.groups))
+        reply = wire.OffsetFetchReply()
+        for each in request.groups:
+            try:
+                hosted = self._serving(each.group_id)
+                reply.groups.append(await self._ask(hosted, commands.FetchOffsets(each)))
+            except errors.PkError as error:
+                reply.groups.add(group_id=each.group_id, error=frames.error_of(error))
+        return reply
+
+    async def describe(self, request: wire.DescribeGroupsRequest) -> wire.DescribeGroupsReply:
+        """Describe groups; those of other coordinators have NotCoordinator."""
+        _check_count(len(request.group_ids))
+        reply = wire.DescribeGroupsReply()
+        for each in request.group_ids:
+            try:
+                hosted = self._serving(each)
+                found: wire.DescribedGroup = await self._ask(hosted, commands.DescribeGroup(each))
+            except errors.PkError as error:
+                found = wire.DescribedGroup(group_id=each, error=frames.error_of(error))
+            else:
+                for member in found.members:
+                    heard_ms = hosted.sessions.last_heard(each, member.member_id)
+                    if heard_ms is not None:
+                        member.heard_ago_ms = self._env.now_ms - heard_ms
+            found.coordinator_id = self._env.node_id
+            reply.groups.append(found)
+        return reply
+
+    async def list(self, request: wire.ListGroupsRequest) -> wire.ListGroupsReply:
+        """List the groups that this broker coordinates."""
+        self._check_contact()
+        reply = wire.ListGroupsReply()
+        for number, hosted in sorted(self._hosted.items()):
+            if hosted.loading:
+                reply.loading.append(number)
+                continue
+            reply.groups.extend(await self._ask(hosted, commands.ListGroups(request)))
+        return reply
+
+    async def delete(self, request: wire.DeleteGroupsRequest) -> wire.DeleteGroupsReply:
+        """Delete groups without members; each has its own error."""
+        _check_count(len(request.group_ids))
+        reply = wire.DeleteGroupsReply()
+        for each in request.group_ids:
+            deleted = reply.groups.add(group_id=each)
+            try:
+                hosted = self._serving(each)
+                while not await self._ask(hosted, commands.DeleteGroup(each)):
+                    pass
+            except errors.PkError as error:
+                deleted.error.CopyFrom(frames.error_of(error))
+        return reply
+
+    async def delete_offsets(self, request: wire.DeleteOffsetsRequest) -> wire.DeleteOffsetsReply:
+        """Delete offsets of a group."""
+        hosted = self._serving(request.group_id)
+        command = commands.DeleteOffsets(request, self._metadata.image)
+        reply: wire.DeleteOffsetsReply = await self._ask(hosted, command)
+        return reply
+
+
+def _check_count(count: int) -> None:
+    if count > limits.GROUPS_DESCRIBED_MAX:
+        raise errors.InvalidRequest(
+            f"{count} groups in one request; {limits.GROUPS_DESCRIBED_MAX} are allowed"
+        )

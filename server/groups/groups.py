@@ -1,0 +1,205 @@
+"""The groups of one coordinator partition, as far as their records are decided.
+
+Invariants
+  I1  `apply` is called in the order of the log, and is the only mutator.
+  I2  `owners` and `instances` of a group follow from its assignment and its members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pk import errors, limits
+from pk.effects import Decision, Publish
+from pk.group_ids import TOPIC, partition_of_group
+from pk.server.groups import records
+from pk.server.groups.commands import CHANGED, GroupRules
+from pk.server.groups.records import GroupLogRecord
+from pk.server.groups.state import Assigned, CommittedOffset, GroupMetadata, GroupState, Member
+from pk.types import NONE, PartitionKey
+from pk.wire import pk_pb2 as wire
+
+Out = Decision[GroupLogRecord]
+
+
+def check_name(name: str, what: str) -> None:
+    """Raise `InvalidRequest` unless `name` has an allowed length."""
+    size = len(name.encode())
+    if not 0 < size <= limits.GROUP_ID_BYTES_MAX:
+        raise errors.InvalidRequest(
+            f"{what} has 1 to {limits.GROUP_ID_BYTES_MAX} bytes of UTF-8, not {size}"
+        )
+
+
+class ConsumerGroup:
+    """One group: its metadata, members, assignment and offsets."""
+
+    __slots__ = ("assignment", "instances", "members", "metadata", "offsets", "owners")
+
+    def __init__(self, group_id: str) -> None:
+        self.metadata = GroupMetadata(group_id)
+        self.members: dict[str, Member] = {}
+        self.instances: dict[str, str] = {}  #: group instance id → member id
+        self.assignment: dict[str, Assigned] = {}  #: by member id
+        #: Every assigned or released partition → the member that may commit it.
+        self.owners: dict[PartitionKey, str] = {}
+        self.offsets: dict[PartitionKey, CommittedOffset] = {}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ConsumerGroup) and all(
+            getattr(self, name) == getattr(other, name) for name in self.__slots__
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def state(self) -> GroupState:
+        """The state of the group."""
+        return self.metadata.state
+
+    @property
+    def generation(self) -> int:
+        """The generation of the group."""
+        return self.metadata.generation
+
+    def joined(self, member: Member) -> bool:
+        """Whether the member has joined the rebalance that is being prepared."""
+        return member.joined == self.generation
+
+    def member(self, asked: wire.GroupMember) -> Member:
+        """Return the member that asks.  Raises if it is not in the group's generation (X12)."""
+        holder = self.instances.get(asked.group_instance_id)
+        if holder is not None and holder != asked.member_id:
+            raise fenced(asked)
+        found = self.members.get(asked.member_id)
+        if found is None:
+            raise unknown_member(asked)
+        if found.instance_id != asked.group_instance_id:
+            raise fenced(asked)
+        if asked.generation != self.generation:
+            raise errors.IllegalGeneration(
+                f"group {asked.group_id!r} is in generation {self.generation}, member "
+                f"{asked.member_id!r} in {asked.generation}: it joins again",
+                generation=str(self.generation),
+            )
+        return found
+
+    # -- records -----------------------------------------------------------------------------------
+
+    def apply(self, key: records.GroupKey, value: wire.GroupRecord | None) -> None:
+        """Apply one record of the group."""
+        if key.kind == records.GROUP:
+            group_id = self.metadata.group_id
+            self.metadata = (
+                GroupMetadata(group_id)
+                if value is None
+                else records.group_of(group_id, value.group)
+            )
+        elif key.kind == records.MEMBER:
+            self._member(
+                key.member_id,
+                None if value is None else records.member_of(key.member_id, value.member),
+            )
+        elif key.kind == records.ASSIGNMENT:
+            self.assignment = {} if value is None else records.assignment_of(value.assignment)
+            self.owners = {
+                partition: name
+                for name, each in self.assignment.items()
+                for partition in (*each.partitions, *each.released)
+            }
+        else:
+            assert key.partition is not None
+            if value is None:
+                self.offsets.pop(key.partition, None)
+            else:
+                self.offsets[key.partition] = records.offset_of(value.offset)
+
+    def _member(self, member_id: str, member: Member | None) -> None:
+        before = self.members.pop(member_id, None)
+        if before is not None and self.instances.get(before.instance_id) == member_id:
+            del self.instances[before.instance_id]
+        if member is not None:
+            self.members[member_id] = member
+            if member.instance_id:
+                self.instances[member.instance_id] = member_id
+
+
+class Groups:
+    """The groups of one partition."""
+
+    def __init__(self, rules: GroupRules) -> None:
+        self.rules = rules
+        self._by_id: dict[str, ConsumerGroup] = {}
+        self._recorded: set[str] = set()  #: groups that have a record of their own
+
+    def items(self) -> Mapping[str, ConsumerGroup]:
+        """Return every group."""
+        return self._by_id
+
+    def apply(self, offset: int, record: GroupLogRecord) -> None:
+        """Apply one record of the log.  Raises `CorruptLog` and `NewerFormat` for its bytes."""
+        key = records.decode_key(record.key)
+        group = self._by_id.get(key.group_id)
+        if group is None:
+            if record.value is None:
+                return
+            group = self._by_id[key.group_id] = ConsumerGroup(key.group_id)
+        group.apply(key, record.value)
+        if key.kind == records.GROUP:
+            (self._recorded.discard if record.value is None else self._recorded.add)(key.group_id)
+        rest = group.members or group.assignment or group.offsets
+        if record.value is None and key.group_id not in self._recorded and not rest:
+            del self._by_id[key.group_id]
+
+    def find(self, group_id: str) -> ConsumerGroup | None:
+        """Return a group of this coordinator; None if it is not known.
+
+        Raises `NotCoordinator`, and `InvalidRequest` for an id that no group may have.
+        """
+        check_name(group_id, "a group id")
+        number = partition_of_group(group_id)
+        if number != self.rules.partition:
+            raise errors.NotCoordinator(f"{TOPIC}-{number} coordinates group {group_id!r}")
+        return self._by_id.get(group_id)
+
+    def known(self, group_id: str) -> ConsumerGroup:
+        """Return a group.  Raises `GroupIdNotFound` if it does not exist."""
+        group = self.find(group_id)
+        if group is None:
+            raise errors.GroupIdNotFound(f"there is no group {group_id!r}")
+        return group
+
+    def of_member(self, asked: wire.GroupMember) -> tuple[ConsumerGroup, Member]:
+        """Return the group and the member that asks; raises as `ConsumerGroup.member`."""
+        group = self.find(asked.group_id)
+        if group is None:
+            raise unknown_member(asked)
+        return group, group.member(asked)
+
+
+def decision(reply: Any, found: Sequence[GroupLogRecord], group_id: str = "") -> Out:
+    """Return a `Decision`.  With a group id, its records are announced as a change of the group."""
+    return Decision(found, reply, [Publish(CHANGED, group_id)] if group_id and found else [])
+
+
+def unknown_member(asked: wire.GroupMember) -> errors.UnknownMemberId:
+    """Return the refusal of a member that the group does not have."""
+    return errors.UnknownMemberId(
+        f"group {asked.group_id!r} has no member {asked.member_id!r}: its session ended, or it has "
+        "left; it joins again without a generation"
+    )
+
+
+def fenced(asked: wire.GroupMember) -> errors.FencedInstanceId:
+    """Return the refusal of a static member whose place another consumer took."""
+    return errors.FencedInstanceId(
+        f"another consumer with group_instance_id {asked.group_instance_id!r} is a member of group "
+        f"{asked.group_id!r}: close this one, or give each its own group_instance_id",
+        member_id=asked.member_id,
+    )
+
+
+def generation_or_none(asked: wire.GroupMember) -> int:
+    """Return the generation that the member has completed; NONE for the first join."""
+    return asked.generation if asked.generation >= 0 else NONE

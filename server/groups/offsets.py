@@ -1,0 +1,223 @@
+"""Decisions about committed offsets: commit, fetch, delete, expiry.
+
+Invariants
+  O1  A committed offset changes only by a commit, and goes only by a delete or by expiry.
+  O2  A commit of a member counts only in the group's generation, and only for partitions that are
+      assigned to it, or that it has given up and no member got since (X12).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from pk import errors, limits
+from pk.server.groups import commands, records
+from pk.server.groups.groups import ConsumerGroup, Groups, Out, decision
+from pk.server.groups.records import GroupLogRecord
+from pk.server.groups.state import CommittedOffset, GroupMetadata, GroupState, keys_of
+from pk.server.metadata.image import MetadataImage
+from pk.types import NONE, PartitionKey, TopicId
+from pk.wire import frames
+from pk.wire import pk_pb2 as wire
+
+
+class _Commit(NamedTuple):
+    """One partition of a commit."""
+
+    key: PartitionKey
+    offset: int
+    leader_epoch: int
+    metadata: str
+
+
+def commit(groups: Groups, command: commands.CommitOffsets, now_ms: int) -> Out:
+    """Commit offsets; a partition that is refused has its error in the reply."""
+    request = command.request
+    asked = request.member
+    group = groups.find(asked.group_id)
+    member_id = asked.member_id
+    if member_id:
+        group, _ = groups.of_member(asked)
+        if group.state is GroupState.COMPLETING_REBALANCE:
+            raise errors.RebalanceInProgress(
+                f"group {asked.group_id!r} has begun generation {group.generation}: the member "
+                "gets its assignment first"
+            )
+    elif group is not None and group.members:
+        raise errors.NonEmptyGroup(
+            f"group {asked.group_id!r} has {len(group.members)} members: only they commit. Close "
+            "them first, or use another group_id"
+        )
+    commits = list(_commits(request))
+    reply = wire.OffsetCommitReply()
+    found: dict[bytes, GroupLogRecord] = {}
+    if group is None:
+        metadata = GroupMetadata(asked.group_id, empty_since_ms=now_ms)
+        found[b""] = records.group_record(metadata)
+    for each in commits:
+        try:
+            _check(groups, group, member_id, each, command.image)
+        except errors.PkError as refusal:
+            reply.refused.add(
+                topic_id=each.key.topic_id,
+                partition=each.key.partition,
+                error=frames.error_of(refusal),
+            )
+            continue
+        committed = CommittedOffset(each.offset, each.leader_epoch, each.metadata, now_ms)
+        record = records.offset_record(asked.group_id, each.key, committed)
+        found[record.key] = record
+    if group is None and len(found) == 1:
+        found.clear()  # nothing is committed: no group
+    return decision(reply, list(found.values()))
+
+
+def _commits(request: wire.OffsetCommitRequest) -> Iterator[_Commit]:
+    """Yield the partitions of a commit.  Raises `InvalidRequest` if its lists do not match."""
+    count = sum(len(topic.partitions) for topic in request.topics)
+    if count > limits.OFFSETS_PER_REQUEST_MAX:
+        raise errors.InvalidRequest(
+            f"{count} partitions in one commit; {limits.OFFSETS_PER_REQUEST_MAX} are allowed: "
+            "commit them in parts"
+        )
+    for topic in request.topics:
+        size = len(topic.partitions)
+        epochs = topic.leader_epochs or [NONE] * size
+        texts = topic.metadata or [""] * size
+        if not size == len(topic.offsets) == len(epochs) == len(texts):
+            raise errors.InvalidRequest(f"the lists of topic {topic.topic_id} differ in length")
+        for row in zip(topic.partitions, topic.offsets, epochs, texts, strict=True):
+            yield _Commit(PartitionKey(topic.topic_id, row[0]), *row[1:])
+
+
+def _check(
+    groups: Groups, group: ConsumerGroup | None, member_id: str, each: _Commit, image: MetadataImage
+) -> None:
+    """Raise why one partition is refused."""
+    key = each.key
+    if key.topic_id not in image.topics:
+        raise errors.UnknownTopicId(f"no topic has the id {key.topic_id}")
+    if image.partition(key) is None:
+        raise errors.UnknownTopicOrPartition(f"{key} does not exist")
+    if each.offset < 0:
+        raise errors.InvalidRequest(f"the offset of {key} is {each.offset}")
+    size = len(each.metadata.encode())
+    if size > groups.rules.metadata_bytes_max:
+        raise errors.OffsetMetadataTooLarge(
+            f"the metadata of {key} has {size} bytes; offset_metadata_max_bytes is "
+            f"{groups.rules.metadata_bytes_max}"
+        )
+    if member_id:
+        assert group is not None
+        owner = group.owners.get(key)
+        if owner != member_id:
+            holder = "no member" if owner is None else f"member {owner!r}"
+            raise errors.NotPartitionOwner(
+                f"{key} is assigned to {holder} in generation {group.generation} of group "
+                f"{group.metadata.group_id!r}"
+            )
+
+
+def fetch(groups: Groups, command: commands.FetchOffsets, now_ms: int) -> Out:
+    """Return committed offsets: of the named partitions, or all that the group has."""
+    request = command.request
+    reply = wire.FetchedOffsets(group_id=request.group_id)
+    group = groups.find(request.group_id)
+    wanted = keys_of(request.topics)
+    if len(wanted) > limits.OFFSETS_PER_REQUEST_MAX:
+        raise errors.InvalidRequest(
+            f"{len(wanted)} partitions in one request; {limits.OFFSETS_PER_REQUEST_MAX} are allowed"
+        )
+    if group is None:
+        return decision(reply, [])
+    topics: dict[TopicId, wire.CommitTopic] = {}
+    for key in wanted if request.topics else sorted(group.offsets):
+        committed = group.offsets.get(key)
+        if committed is None:
+            continue
+        topic = topics.get(key.topic_id)
+        if topic is None:
+            topic = topics[key.topic_id] = reply.topics.add(topic_id=key.topic_id)
+        topic.partitions.append(key.partition)
+        topic.offsets.append(committed.offset)
+        topic.leader_epochs.append(committed.leader_epoch)
+        topic.metadata.append(committed.metadata)
+    return decision(reply, [])
+
+
+def delete(groups: Groups, command: commands.DeleteOffsets, now_ms: int) -> Out:
+    """Delete offsets for an operator; topics that a member subscribes to keep theirs."""
+    request = command.request
+    group = groups.known(request.group_id)
+    subscribed = subscribed_ids(group, command.image)
+    reply = wire.DeleteOffsetsReply()
+    found: list[GroupLogRecord] = []
+    for key in dict.fromkeys(keys_of(request.topics)):
+        if key.topic_id in subscribed:
+            refusal = errors.GroupSubscribedToTopic(
+                f"a member of group {request.group_id!r} subscribes to the topic of {key}"
+            )
+            reply.refused.add(
+                topic_id=key.topic_id, partition=key.partition, error=frames.error_of(refusal)
+            )
+        elif key in group.offsets:
+            found.append(records.offset_removed(request.group_id, key))
+    return decision(reply, found[: limits.OFFSETS_PER_REQUEST_MAX])
+
+
+def subscribed_ids(group: ConsumerGroup, image: MetadataImage) -> set[TopicId]:
+    """Return the ids of the topics to which the members of a group subscribe."""
+    names = {name for each in group.members.values() for name in each.subscription.topics}
+    return {image.topic_ids[name] for name in names if name in image.topic_ids}
+
+
+def delete_group(groups: Groups, command: commands.DeleteGroup, now_ms: int) -> Out:
+    """Delete a group without members, a bounded number of records at a time."""
+    group = groups.known(command.group_id)
+    if group.members:
+        raise errors.NonEmptyGroup(
+            f"group {command.group_id!r} has {len(group.members)} members: close them first"
+        )
+    keys = list(group.offsets)[: commands.EXPIRE_MAX]
+    found = [records.offset_removed(command.group_id, key) for key in keys]
+    done = len(keys) == len(group.offsets)
+    if done:
+        found.append(records.removed(records.GROUP, command.group_id))
+    return decision(done, found)
+
+
+def expire(groups: Groups, command: commands.ExpireOffsets, now_ms: int) -> Out:
+    """Remove offsets whose retention has passed, those of deleted topics, and groups that have
+    neither members nor offsets for the retention time.
+    """
+    before = now_ms - groups.rules.offsets_retention_ms
+    found: list[GroupLogRecord] = []
+    absent: set[TopicId] = set()
+    for group_id in command.group_ids:
+        group = groups.items().get(group_id)
+        if group is None:
+            continue
+        absent |= {key.topic_id for key in group.offsets} - command.image.topics.keys()
+        gone = _expired(group, before, command.image, command.absent & absent)
+        found += [records.offset_removed(group_id, key) for key in gone]
+        metadata = group.metadata
+        idle = not group.members and metadata.empty_since_ms <= before
+        if idle and len(gone) == len(group.offsets) and len(found) < commands.EXPIRE_MAX:
+            found.append(records.removed(records.GROUP, group_id))
+    found = found[: commands.EXPIRE_MAX]
+    return decision(commands.OffsetsExpired(len(found), frozenset(absent)), found)
+
+
+def _expired(
+    group: ConsumerGroup, before: int, image: MetadataImage, deleted: frozenset[TopicId]
+) -> list[PartitionKey]:
+    """Return the partitions whose offsets expire."""
+    idle = bool(group.members) or group.metadata.empty_since_ms <= before
+    subscribed = subscribed_ids(group, image)
+    return [
+        key
+        for key, committed in group.offsets.items()
+        if key.topic_id in deleted
+        or (idle and committed.committed_ms <= before and key.topic_id not in subscribed)
+    ]

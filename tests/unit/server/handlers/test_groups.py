@@ -1,0 +1,288 @@
+"""Consumer groups over a broker: requests that wait, sessions, restarts (groups/coordinator)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from pk import errors
+from pk.group_ids import TOPIC, partition_of_group
+from pk.server.groups import coordinator
+from pk.server.handlers.coordinators import GROUP
+from pk.types import NONE
+from pk.wire import pk_pb2 as wire
+
+ID = "app"
+SETTINGS = {"group_initial_rebalance_delay_ms": 200, "group_min_session_timeout_ms": 500}
+
+
+def asked(member: str, generation: int = NONE, instance: str = "") -> wire.GroupMember:
+    return wire.GroupMember(
+        group_id=ID, member_id=member, generation=generation, group_instance_id=instance
+    )
+
+
+class Client:
+    """The requests of consumers to the broker."""
+
+    def __init__(self, cluster: Any, session_ms: int = 3_000) -> None:
+        self.caller = cluster.caller()
+        self.session_ms = session_ms
+
+    async def call(self, request: Any) -> Any:
+        """Return the reply, however often the coordinator has to be asked."""
+        while True:
+            try:
+                frame = await self.caller.call(request, timeout_ms=20_000)
+                return getattr(frame.head, frame.head.WhichOneof("body"))
+            except (errors.CoordinatorLoading, errors.NotCoordinator):
+                await self.caller.call(
+                    wire.FindCoordinatorRequest(key=ID, key_type=GROUP), timeout_ms=20_000
+                )
+
+    async def join(
+        self, member: str, generation: int = NONE, *, instance: str = "", topic: str = "t"
+    ) -> wire.JoinGroupReply:
+        """Join, and ask again while the reply is pending."""
+        request = wire.JoinGroupRequest(
+            member=asked(member, generation, instance), session_timeout_ms=self.session_ms,
+            rebalance_timeout_ms=4_000, assignors=["range"],
+            subscription=wire.GroupSubscription(topics=[topic]),
+        )  # fmt: skip
+        reply: wire.JoinGroupReply = await self.call(request)
+        while reply.pending:
+            reply = await self.call(request)
+        return reply
+
+    async def sync(
+        self, member: str, generation: int, topic_id: str = "", **given: Iterable[int]
+    ) -> list[int]:
+        request = wire.SyncGroupRequest(member=asked(member, generation))
+        for name, partitions in given.items():
+            item = request.assignment.members.add(member_id=name)
+            item.partitions.add(topic_id=topic_id, partitions=partitions)
+        reply = await self.call(request)
+        while reply.pending:
+            reply = await self.call(request)
+        return [each for topic in reply.partitions for each in topic.partitions]
+
+    async def heartbeat(self, member: str, generation: int) -> None:
+        await self.call(wire.GroupHeartbeatRequest(member=asked(member, generation)))
+
+    async def commit(self, topic_id: str, offset: int, member: str, generation: int) -> None:
+        request = wire.OffsetCommitRequest(member=asked(member, generation))
+        request.topics.add(topic_id=topic_id, partitions=[0], offsets=[offset])
+        reply = await self.call(request)
+        assert not reply.refused
+
+    async def offsets(self) -> list[int]:
+        request = wire.OffsetFetchRequest()
+        request.groups.add(group_id=ID)
+        (found,) = (await self.call(request)).groups
+        assert not found.HasField("error"), found.error
+        return [each for topic in found.topics for each in topic.offsets]
+
+    async def pair(self, topic_id: str) -> int:
+        """A stable group of a and b; returns the generation."""
+        first, second = await asyncio.gather(self.join("a"), self.join("b"))
+        assert first.generation == second.generation
+        assert sorted(each.member_id for each in first.members) == ["a", "b"]
+        owned = await asyncio.gather(
+            self.sync("b", first.generation),
+            self.sync("a", first.generation, topic_id, a=[0], b=[1]),
+        )
+        assert owned == [[1], [0]]
+        return first.generation
+
+
+def test_two_members_join_and_share_a_topic(make_cluster: Any) -> None:
+    cluster = make_cluster(**SETTINGS)
+    cluster.start()
+
+    async def story() -> None:
+        topic_id = await cluster.create("t", 2)
+        client = Client(cluster)
+        generation = await client.pair(topic_id)
+        await client.heartbeat("a", generation)
+        await client.commit(topic_id, 5, "a", generation)
+        assert await client.offsets() == [5]
+        (found,) = (await client.call(wire.DescribeGroupsRequest(group_ids=[ID]))).groups
+        assert (found.state, found.coordinator_id, len(found.members)) == ("Stable", 1, 2)
+        assert all(0 <= each.heard_ago_ms < 3_000 for each in found.members)
+        (listed,) = (await client.call(wire.ListGroupsRequest())).groups
+        assert (listed.group_id, listed.members) == (ID, 2)
+        await client.caller.close()
+
+    cluster.do(story())
+
+
+def test_a_silent_member_is_removed_after_its_session(make_cluster: Any) -> None:
+    """The other one learns it from a heartbeat, joins again, and has all partitions."""
+    cluster = make_cluster(**SETTINGS)
+    cluster.start()
+    clock = cluster.client.clock
+
+    async def story() -> None:
+        topic_id = await cluster.create("t", 2)
+        client = Client(cluster)
+        generation = await client.pair(topic_id)
+
+        async def alive() -> None:
+            while True:
+                await client.heartbeat("a", generation)
+                await clock.sleep_ms(500)
+
+        began_ms = clock.monotonic_ms()
+        with pytest.raises(errors.RebalanceInProgress):
+            await alive()
+        assert 2_500 < clock.monotonic_ms() - began_ms < 4_500
+        reply = await client.join("a", generation)
+        assert [each.member_id for each in reply.members] == ["a"]
+        assert await client.sync("a", reply.generation, topic_id, a=[0, 1]) == [0, 1]
+        with pytest.raises(errors.UnknownMemberId):
+            await client.heartbeat("b", generation)
+        with pytest.raises(errors.UnknownMemberId):
+            await client.commit(topic_id, 9, "b", generation)
+        await client.caller.close()
+
+    cluster.do(story())
+
+
+def test_a_member_that_waits_in_a_join_keeps_its_session(make_cluster: Any) -> None:
+    """The other one does not join, so the rebalance timeout removes it."""
+    cluster = make_cluster(**SETTINGS)
+    cluster.start()
+
+    async def story() -> None:
+        topic_id = await cluster.create("t", 2)
+        client = Client(cluster, session_ms=1_000)
+        generation = await client.pair(topic_id)
+
+        async def alive() -> None:
+            while True:
+                try:
+                    await client.heartbeat("b", generation)
+                except errors.RebalanceInProgress:
+                    pass
+                await cluster.client.clock.sleep_ms(300)
+
+        beating = asyncio.ensure_future(alive())
+        reply = await client.join("a", generation)
+        assert [each.member_id for each in reply.members] == ["a"]
+        assert reply.generation == generation + 1
+        with pytest.raises(errors.UnknownMemberId):
+            await beating
+        await client.caller.close()
+
+    cluster.do(story())
+
+
+def test_nothing_rebalances_because_the_coordinator_restarts(make_cluster: Any) -> None:
+    """Members go on with their generation; offsets and sessions are there."""
+    cluster = make_cluster(**SETTINGS)
+    cluster.start()
+
+    async def before() -> tuple[str, int]:
+        topic_id = await cluster.create("t", 2)
+        client = Client(cluster)
+        generation = await client.pair(topic_id)
+        await client.commit(topic_id, 5, "a", generation)
+        await client.caller.close()
+        return topic_id, generation
+
+    topic_id, generation = cluster.do(before())
+    cluster.kill("broker", "d1")
+    cluster.start_broker()
+
+    async def after() -> None:
+        client = Client(cluster)
+        assert await client.offsets() == [5]
+        for _ in range(10):
+            await client.heartbeat("a", generation)
+            await client.heartbeat("b", generation)
+            await cluster.client.clock.sleep_ms(500)
+        await client.commit(topic_id, 6, "a", generation)
+        assert await client.sync("b", generation) == [1]
+        await client.caller.close()
+
+    cluster.do(after())
+
+
+def test_a_request_that_waits_is_answered_when_the_leadership_ends(make_cluster: Any) -> None:
+    cluster = make_cluster(**SETTINGS)
+    cluster.start()
+
+    async def story() -> None:
+        topic_id = await cluster.create("t", 2)
+        client = Client(cluster)
+        generation = await client.pair(topic_id)
+        request = wire.JoinGroupRequest(
+            member=asked("a", generation), session_timeout_ms=3_000, rebalance_timeout_ms=4_000,
+            assignors=["range"], subscription=wire.GroupSubscription(topics=["t"]),
+        )  # fmt: skip
+        waiting = asyncio.ensure_future(client.caller.call(request, timeout_ms=20_000))
+        await cluster.client.clock.sleep_ms(50)
+        assert not waiting.done()
+        number = partition_of_group(ID)
+        core = cluster.broker.core
+        key = next(
+            each.key for each in core.partitions.values()
+            if each.topic == TOPIC and each.key.partition == number
+        )  # fmt: skip
+        core.partitions[key].step_down(NONE)
+        with pytest.raises(errors.NotCoordinator):
+            await waiting
+        await client.caller.close()
+
+    cluster.do(story())
+
+
+def test_no_reply_leaves_a_broker_without_contact_to_the_controller(make_cluster: Any) -> None:
+    cluster = make_cluster(**SETTINGS)
+    cluster.start()
+
+    async def story() -> None:
+        topic_id = await cluster.create("t", 2)
+        client = Client(cluster)
+        generation = await client.pair(topic_id)
+        contact = cluster.broker.core.groups._contact
+        cluster.broker.core.groups._contact = type("Away", (), {"in_contact": lambda self: False})()
+        for ask in (
+            client.heartbeat("a", generation),
+            client.commit(topic_id, 1, "a", generation),
+            client.join("c"),
+        ):
+            with pytest.raises(errors.CoordinatorUnavailable):
+                await ask
+        cluster.broker.core.groups._contact = contact
+        await client.caller.close()
+
+    cluster.do(story())
+
+
+def test_offsets_of_a_deleted_topic_are_removed(
+    make_cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator, "EXPIRE_MS", 1_000)
+    cluster = make_cluster(**SETTINGS)
+    cluster.start()
+
+    async def story() -> None:
+        gone, kept = sorted([await cluster.create("t", 2), await cluster.create("u")])
+        client = Client(cluster)
+        await client.commit(gone, 5, "", NONE)
+        await client.commit(kept, 6, "", NONE)
+        await client.call(wire.DeleteTopicsRequest(topic_ids=[gone]))
+        await cluster.client.clock.sleep_ms(900)
+        assert await client.offsets() == [5, 6], "one look is not enough"
+        await cluster.client.clock.sleep_ms(3_000)
+        assert await client.offsets() == [6]
+        reply = await client.call(wire.DeleteGroupsRequest(group_ids=[ID, "other"]))
+        assert not reply.groups[0].HasField("error")
+        assert reply.groups[1].error.code == errors.GroupIdNotFound.code
+        await client.caller.close()
+
+    cluster.do(story())
