@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from notebooks.run import FOLDER, cleaned, paths, text_of
+from tests.test_links import broken
 from tests.test_tidy_prose import CONSTRUCTION
 
 
@@ -26,6 +27,13 @@ def test_the_prose_of_a_notebook_is_plain(path: Path) -> None:
     cells = json.loads(path.read_text())["cells"]
     text = " ".join("".join(each["source"]) for each in cells)
     assert not CONSTRUCTION.findall(" ".join(text.split()))
+
+
+@pytest.mark.parametrize("path", paths(), ids=lambda path: path.stem)
+def test_links_of_a_notebook_lead_somewhere(path: Path) -> None:
+    cells = json.loads(path.read_text())["cells"]
+    pages = ["".join(each["source"]) for each in cells if each["cell_type"] == "markdown"]
+    assert broken(path, "\n".join(pages)) == []
 
 
 def test_the_readme_lists_every_notebook() -> None:

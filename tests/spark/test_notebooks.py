@@ -20,6 +20,8 @@ from pk.cli.embedded import EmbeddedServer
 SMALL: dict[str, dict[str, Any]] = {
     "01_first_stream": {"FLIGHTS": 5_000},
     "02_exactly_once": {"FLIGHTS": 4_000},
+    "03_topic_as_table": {"FLIGHTS": 4_000, "REPEATS": 1},
+    "06_tuning_the_producer": {"RECORDS": 3_000, "RATE": 1_000, "SECONDS": 0.3},
 }
 
 
@@ -53,10 +55,16 @@ def quietly(spark, monkeypatch, tmp_path):
     from matplotlib import pyplot
 
     monkeypatch.chdir(tmp_path)
+    before = spark.conf.getAll
     yield
     pyplot.close("all")
     for query in spark.streams.active:
         query.stop()
+    for name, value in spark.conf.getAll.items():
+        if name.startswith(("spark.sql.", "spark.databricks.")) and name not in before:
+            spark.conf.unset(name)
+        elif name.startswith("spark.sql.") and before[name] != value:
+            spark.conf.set(name, before[name])
     spark.sparkContext.setLogLevel("ERROR")
 
 
