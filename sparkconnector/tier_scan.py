@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 import pyarrow as pa
@@ -41,6 +41,9 @@ from pk.sparkconnector.rows import Shape
 from pk.tiering import footers, row_groups
 from pk.tiering.damage import damaged
 from pk.tiering.footers import Footer, Group, Part, UnreadableFile
+
+if TYPE_CHECKING:
+    from pk.tiering.table import Snapshot
 
 #: The most uncompressed bytes that a merge holds.
 MERGE_BYTES = 64 << 20
@@ -117,7 +120,31 @@ def list_files(
 
     Raises `TierUnavailable`, or `TierTableChanged` for a table that pk must not read (Y2).
     """
-    from pk.tiering import accounting, log_check
+    from pk.tiering import accounting
+
+    snapshot = load_snapshot(uri, storage_options, topic_id, partitions)
+    accounting.check_rows(uri, snapshot)
+    found: dict[int, list[TierFile]] = {partition: [] for partition in partitions}
+    for file in snapshot.files.values():
+        if file.partition in found:
+            found[file.partition].append(
+                TierFile(file.path, file.min_offset, file.max_offset, file.size, file.rows)
+            )
+    starts = {partition: each.start for partition, each in snapshot.counters.items()}
+    missing = accounting.missing_of(snapshot, partitions)
+    return TableFiles(
+        found, starts, {partition: each.ranges for partition, each in missing.items()}
+    )
+
+
+def load_snapshot(
+    uri: str, storage_options: Mapping[str, str], topic_id: str, partitions: Sequence[int]
+) -> Snapshot:
+    """Return the table's newest version, compared with the checksums of its commits.
+
+    Raises `TierUnavailable`, or `TierTableChanged` for a table that pk must not read (Y2).
+    """
+    from pk.tiering import log_check
     from pk.tiering.delta_actions import counters_of, files_of
     from pk.tiering.table import Snapshot
 
@@ -125,19 +152,7 @@ def list_files(
         files = files_of(pa.table(table.get_add_actions(flatten=True)))
         counters = counters_of(uri, table, topic_id, partitions)
         log_check.compare(uri, table.version(), files, _commits(uri, storage_options))
-        snapshot = Snapshot(table.version(), str(table.metadata().id), files, counters)
-    accounting.check_rows(uri, snapshot)
-    found: dict[int, list[TierFile]] = {partition: [] for partition in partitions}
-    for file in files.values():
-        if file.partition in found:
-            found[file.partition].append(
-                TierFile(file.path, file.min_offset, file.max_offset, file.size, file.rows)
-            )
-    starts = {partition: each.start for partition, each in counters.items()}
-    missing = accounting.missing_of(snapshot, partitions)
-    return TableFiles(
-        found, starts, {partition: each.ranges for partition, each in missing.items()}
-    )
+        return Snapshot(table.version(), str(table.metadata().id), files, counters)
 
 
 def _commits(uri: str, storage_options: Mapping[str, str]) -> Callable[[int], bytes | None]:
@@ -234,6 +249,51 @@ def file_system(uri: str, storage_options: Mapping[str, str]) -> tuple[Any, str]
         if options.get(theirs):
             arguments[ours] = options[theirs]
     return fs.S3FileSystem(**arguments), f"{parts.netloc}{unquote(parts.path)}".rstrip("/")
+
+
+def put_file(source: Any, path: str, data: memoryview) -> None:
+    """Write a new file; on a local disk it is synced before this returns.
+
+    Raises `TierUnavailable`.
+    """
+    from pyarrow import fs
+
+    try:
+        with source.open_output_stream(path) as stream:
+            stream.write(data)
+        if isinstance(source, fs.LocalFileSystem):
+            for each in (path, os.path.dirname(path)):
+                descriptor = os.open(each, os.O_RDONLY)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+    except (OSError, pa.ArrowException) as cause:
+        raise errors.TierUnavailable(f"{path}: {cause}") from cause
+
+
+def whole_file(
+    uri: str, source: Any, root: str, file: TierFile, partition: int
+) -> Iterator[pa.RecordBatch]:
+    """Yield every row of a file, as it is stored, in all columns.
+
+    Raises `DamagedTierFile`, `TierUnavailable`.
+    """
+    try:
+        opened = _open(source, root, file)
+    except _DamagedFile as cause:
+        raise damaged(uri, file, partition, str(cause)) from cause
+    try:
+        for group in opened.footer.groups:
+            try:
+                data = _read_part(opened.handle, Part(group.start, group.size))
+                yield row_groups.read_group(opened.footer, group, data, opened.handle.size())
+            except UnreadableFile as cause:
+                raise damaged(uri, file, partition, str(cause)) from cause
+            except (OSError, pa.ArrowException) as cause:
+                raise errors.TierUnavailable(f"{file.path}: {cause}") from cause
+    finally:
+        opened.handle.close()
 
 
 # -- reading --------------------------------------------------------------------------------------

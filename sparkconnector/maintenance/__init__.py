@@ -1,0 +1,15 @@
+"""Maintenance jobs of tables, as Spark batch jobs: `pk maintenance run`, or these functions.
+
+A job reads one version of a topic's table.  Its executors read and write Parquet files with pk's
+own reader and writer.  The driver hands the files over to the owner of the table, which commits
+them exactly on a version that still has the files that they replace (rules C5, T3).  A job may be
+killed at any point: what it wrote is then named by no version.
+
+    optimize   fewer and larger files with the same rows
+    audit      rows, row sums and offsets of a version against its counters and the local log
+"""
+
+from pk.sparkconnector.maintenance.audit import AuditReport, audit
+from pk.sparkconnector.maintenance.optimize import OptimizeReport, optimize
+
+__all__ = ["AuditReport", "OptimizeReport", "audit", "optimize"]

@@ -1,0 +1,232 @@
+"""The job `optimize`: fewer and larger files with the same rows, sorted by offset.
+
+The driver plans on one version and holds the lease of the table.  Each executor task merges the
+files of one run into one file and puts it into the store.  The driver hands the runs over in
+portions.  If the owner refuses one because a file is gone meanwhile (another engine's OPTIMIZE,
+retention), the driver plans again on the newest version.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pk import errors
+from pk.clock import SystemClock
+from pk.sparkconnector import tier_scan
+from pk.sparkconnector.maintenance import optimize_plan, tables
+from pk.sparkconnector.maintenance.optimize_plan import MergeRun
+from pk.sparkconnector.maintenance.tables import TablePlace, TableVersion
+from pk.tiering import convert, layout, row_groups, rowhash
+from pk.tiering.data_files import DataFile
+from pk.tiering.layout import SUM_MODULUS, parse_written_path
+from pk.tiering.output_buffer import OutputBuffer, OutputBufferFull
+from pk.types import NONE
+from pk.wire import pk_pb2 as wire
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql import SparkSession
+
+    from pk.client.maintenance_lease import MaintenanceLease
+
+TARGET_BYTES = 128 << 20
+#: Level of zstd: the file is written once and read often.
+LEVEL = 9
+#: Files that a hand-over replaces, about.
+FILES_PER_COMMIT = 400
+#: Plans on a newer version after a refusal, before the job gives up.
+ROUNDS_MAX = 8
+
+
+@dataclass(slots=True, frozen=True)
+class OptimizeReport:
+    """The result of one run."""
+
+    topic: str
+    version: int  #: of the table, after the run
+    files_before: int
+    files_after: int
+    rewritten_rows: int
+    rewritten_bytes: int  #: of the files that were replaced
+    written_bytes: int
+    plans: int  #: 1, and one more for each refused hand-over
+
+
+class MergedRun(NamedTuple):
+    """A run, the file that replaces it, and the row sums of its files as they were read."""
+
+    run: MergeRun
+    add: bytes  #: wire.AddFile
+    sums: tuple[int, ...]
+
+
+class _Merge(NamedTuple):
+    place: TablePlace
+    run: MergeRun
+
+
+def optimize(
+    spark: SparkSession, bootstrap: str, topic: str, *, target_bytes: int = TARGET_BYTES
+) -> OptimizeReport:
+    """Merge the small files of a topic's table into files of about `target_bytes`.
+
+    Raises `LeaseHeld` if another job has the lease of the table, `InvalidRequest` if the topic has
+    no table, `DamagedTierFile` for a file that cannot be read, and the retriable `UnknownTierRange`
+    if the files changed at every attempt.
+    """
+    from pk.client.maintenance_lease import MaintenanceLease
+
+    if target_bytes < 1:
+        raise errors.InvalidOption(f"target_bytes is positive, not {target_bytes}")
+    place, partitions = tables.place_of(bootstrap, topic)
+    with MaintenanceLease(bootstrap, topic, "optimize") as lease:
+        if lease.topic_id != place.topic_id:
+            raise errors.UnknownTopicId(
+                f"topic {topic} was deleted and created again: run it again"
+            )
+        return _optimize(spark, place, partitions, lease, target_bytes)
+
+
+def _optimize(
+    spark: SparkSession,
+    place: TablePlace,
+    partitions: Sequence[int],
+    lease: MaintenanceLease,
+    target_bytes: int,
+) -> OptimizeReport:
+    done: list[MergedRun] = []
+    first: TableVersion | None = None
+    for plans in range(1, ROUNDS_MAX + 1):
+        version = tables.newest(place, partitions)
+        first = first or version
+        runs = optimize_plan.plan(version.snapshot, target_bytes)
+        try:
+            for some in _portions(runs):
+                done += _merge_and_commit(spark, version, some, lease)
+        except errors.UnknownTierRange:
+            continue  # the files changed: plan again on the newest version
+        last = tables.newest(place, partitions).snapshot
+        return OptimizeReport(
+            place.topic,
+            last.version,
+            len(first.snapshot.files),
+            len(last.files),
+            sum(file.rows for each in done for file in each.run.files),
+            sum(file.size for each in done for file in each.run.files),
+            sum(wire.AddFile.FromString(each.add).size for each in done),
+            plans,
+        )
+    raise errors.UnknownTierRange(
+        f"{place.uri}: the files changed during each of {ROUNDS_MAX} attempts: run the job again"
+    )
+
+
+def _portions(runs: Sequence[MergeRun]) -> Iterator[list[MergeRun]]:
+    """Yield runs that are handed over together."""
+    some: list[MergeRun] = []
+    for run in runs:
+        if some and sum(len(each.files) for each in (*some, run)) > FILES_PER_COMMIT:
+            yield some
+            some = []
+        some.append(run)
+    if some:
+        yield some
+
+
+def _merge_and_commit(
+    spark: SparkSession, version: TableVersion, runs: Sequence[MergeRun], lease: MaintenanceLease
+) -> list[MergedRun]:
+    lease.check()
+    tasks = [_Merge(version.place, run) for run in runs]
+    merged: list[MergedRun] = tables.run_tasks(
+        spark, tasks, merge, f"pk optimize {version.place.topic}"
+    )
+    lease.commit(hand_over(version, merged))
+    return merged
+
+
+def hand_over(version: TableVersion, merged: Sequence[MergedRun]) -> wire.CommitToTableRequest:
+    """Return the request by which the merged files replace their runs."""
+    snapshot = version.snapshot
+    change = wire.CommitToTableRequest(version_read=snapshot.version, data_change=False)
+    for partition in sorted({each.run.partition for each in merged}):
+        change.counters.add(partition=partition, claim=max(0, snapshot.partition(partition).claim))
+    for each in merged:
+        change.adds.append(wire.AddFile.FromString(each.add))
+        for file, row_sum in zip(each.run.files, each.sums, strict=True):
+            change.removes.add(
+                path=file.path, partition=file.partition, rows=file.rows, row_sum=row_sum
+            )
+    return change
+
+
+# -- on the executors ------------------------------------------------------------------------------
+
+
+def merge(asked: _Merge) -> MergedRun:
+    """Read the files of a run, write one file with their rows, and put it into the store.
+
+    Each attempt of a task draws a name of its own: a speculative one never overwrites a file that a
+    version may name already.
+    """
+    buffer = OutputBuffer(2 * sum(file.size for file in asked.run.files) + (1 << 20))
+    while True:
+        try:
+            built, sums = _build(asked, buffer)
+            break
+        except OutputBufferFull:
+            buffer.grow()
+    run = asked.run
+    attempt = os.urandom(8).hex()
+    name = layout.DataName(
+        run.partition, run.start, run.end, NONE, attempt, built.footer_crc, built.row_sum
+    )
+    source, root = tier_scan.file_system(asked.place.uri, asked.place.storage_options)
+    path = layout.job_path(name)
+    tier_scan.put_file(source, f"{root}/{path}", built.data)
+    add = wire.AddFile(
+        path=path,
+        partition=run.partition,
+        start=run.start,
+        end=run.end,
+        size=len(built.data),
+        rows=built.rows,
+        row_sum=built.row_sum,
+        min_offset=built.min_offset,
+        max_offset=built.max_offset,
+        min_timestamp_ms=built.min_timestamp_ms,
+        max_timestamp_ms=built.max_timestamp_ms,
+        modified_ms=SystemClock().wall_ms(),
+        null_keys=built.null_keys,
+        null_values=built.null_values,
+    )
+    return MergedRun(run, add.SerializeToString(), sums)
+
+
+def _build(asked: _Merge, buffer: OutputBuffer) -> tuple[convert.BuiltFile, tuple[int, ...]]:
+    builder = convert.FileBuilder(LEVEL, buffer)
+    sums: list[int] = []
+    for file in asked.run.files:
+        total = 0
+        for rows in _sorted_rows(asked.place, file):
+            total += rowhash.row_sum(rows)
+            builder.add(rows)
+        sums.append(total % SUM_MODULUS)
+    built = builder.finish()
+    wanted = sum(file.rows for file in asked.run.files)
+    if built is None or built.rows != wanted or built.row_sum != sum(sums) % SUM_MODULUS:
+        raise errors.InternalError(f"{asked.place.uri}: the merged file lacks rows of {asked.run}")
+    return built, tuple(sums)
+
+
+def _sorted_rows(place: TablePlace, file: DataFile) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a file in offset order; those of another engine's file at once."""
+    if parse_written_path(file.path) is not None:
+        yield from tables.rows_of(place, file)
+        return
+    found: Any = row_groups.merge(tables.rows_of(place, file), file.min_offset, file.max_offset + 1)
+    if found is not None:
+        yield found

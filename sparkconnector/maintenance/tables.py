@@ -1,0 +1,113 @@
+"""One version of a topic's table, as a maintenance job reads it."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pk import errors
+from pk.sparkconnector import tier_scan
+from pk.sparkconnector.ranges import TierFile
+from pk.tiering.data_files import DataFile
+from pk.tiering.table import Snapshot
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql import SparkSession
+
+DESCRIBE_TIMEOUT_S = 60.0
+
+
+@dataclass(slots=True, frozen=True)
+class TablePlace:
+    """Where a table is; executors get no more than this."""
+
+    topic: str
+    topic_id: str
+    uri: str
+    storage_options: dict[str, str]
+    bootstrap: str = ""
+
+
+@dataclass(slots=True, frozen=True)
+class TableVersion:
+    """One version of a topic's table."""
+
+    place: TablePlace
+    snapshot: Snapshot
+
+
+def place_of(bootstrap: str, topic: str) -> tuple[TablePlace, list[int]]:
+    """Return the place of a topic's table, and the topic's partitions.
+
+    Raises `InvalidRequest` if the topic has no table, `UnknownTopicOrPartition` for an unknown
+    topic, `TierTableChanged` if the table was altered.
+    """
+    from pk.client.admin import AdminClient
+
+    with AdminClient(bootstrap) as admin:
+        found = admin.describe_tier(topic, timeout_s=DESCRIBE_TIMEOUT_S)
+    if isinstance(found.problem, errors.TierTableChanged):
+        raise found.problem
+    if not found.uri or found.version < 0:
+        raise errors.InvalidRequest(f"topic {topic} has no table to maintain: {found.status}")
+    options = dict(found.storage_options)
+    place = TablePlace(topic, found.topic_id, found.uri, options, bootstrap)
+    return place, [each.partition for each in found.partitions]
+
+
+def newest(place: TablePlace, partitions: Sequence[int]) -> TableVersion:
+    """Return the newest version of the table, compared with its checksums (rule T2)."""
+    found = tier_scan.load_snapshot(place.uri, place.storage_options, place.topic_id, partitions)
+    return TableVersion(place, found)
+
+
+def listed(file: DataFile) -> TierFile:
+    return TierFile(file.path, file.min_offset, file.max_offset, file.size, file.rows)
+
+
+def rows_of(place: TablePlace, file: DataFile) -> Iterator[pa.RecordBatch]:
+    """Yield every row of a file, as it is stored.  Raises `DamagedTierFile`."""
+    source, root = tier_scan.file_system(place.uri, place.storage_options)
+    return tier_scan.whole_file(place.uri, source, root, listed(file), file.partition)
+
+
+def run_tasks(
+    spark: SparkSession, tasks: Sequence[Any], work: Callable[[Any], Any], name: str
+) -> list[Any]:
+    """Run `work(task)` on the executors, each task in a Spark task of its own.
+
+    Returns the results in the order of the tasks.  Tasks and results are pickled.
+
+    An error of pk that a task raised is raised here as it is.
+    """
+    if not tasks:
+        return []
+
+    def run(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        import pyarrow as pa
+
+        for batch in batches:
+            for row in batch.to_pylist():
+                try:
+                    result = work(pickle.loads(row["task"]))
+                except errors.PkError as error:
+                    result = error.with_traceback(None)
+                data = pa.array([pickle.dumps(result)], pa.binary())
+                yield pa.RecordBatch.from_arrays(
+                    [pa.array([row["number"]], pa.int64()), data], ["number", "result"]
+                )
+
+    numbered = [(number, bytearray(pickle.dumps(task))) for number, task in enumerate(tasks)]
+    frame = spark.createDataFrame(numbered, "number long, task binary")
+    spread = frame.repartitionByRange(len(tasks), "number")
+    if hasattr(spark, "sparkContext"):
+        spark.sparkContext.setJobDescription(name)
+    rows = spread.mapInArrow(run, "number long, result binary").collect()
+    found = {row.number: pickle.loads(bytes(row.result)) for row in rows}
+    for number in range(len(tasks)):
+        if isinstance(found[number], errors.PkError):
+            raise found[number]
+    return [found[number] for number in range(len(tasks))]
