@@ -18,9 +18,9 @@ from pk.cli.embedded import EmbeddedServer
 
 #: The variables of each notebook that the test changes.
 SMALL: dict[str, dict[str, Any]] = {
-    "01_first_stream": {"FLIGHTS": 5_000},
-    "02_exactly_once": {"FLIGHTS": 4_000},
-    "03_topic_as_table": {"FLIGHTS": 4_000, "REPEATS": 1},
+    "01_first_stream": {"FLIGHTS": 2_000},
+    "02_exactly_once": {"FLIGHTS": 1_200, "BATCHES": 3},
+    "03_topic_as_table": {"FLIGHTS": 2_000, "REPEATS": 1},
     "06_tuning_the_producer": {"RECORDS": 3_000, "RATE": 1_000, "SECONDS": 0.3},
 }
 
