@@ -146,9 +146,13 @@ def open_cleaned(storage: Storage, path: str, tail: str, replaced: Sequence[Segm
 
     replaced: the segments that it replaces, ascending
 
-    Raises `CorruptLog` if the files are not whole, or end elsewhere (W3).
+    Raises `FileNotFoundError` if an opening of the log has removed the files, and `CorruptLog` if
+    they are not whole, or end elsewhere (W3).
     """
     found = Segment(storage, path, replaced[0].base_offset, tail)
+    for suffix in WRITTEN:
+        if not storage.exists(found.path(suffix)):
+            raise FileNotFoundError(found.path(suffix))
     try:
         _, extent = found.load_index()
         found.aborted = aborted.decode(found.read_file(TXNINDEX))

@@ -1,16 +1,17 @@
 """What a cleaning of a compacted log asks of the log: its sealed segments, and their swap
 (log/swap.py).
 
-Threads (log/partition_log.py): `open_written` belongs to the read lane, the job of `begin` to the
-write lane, everything else to the loop.
+Threads (log/partition_log.py): `open_written` and `first_timestamps` belong to the read lane, the
+job of `begin` to the write lane, everything else to the loop.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 
-from pk import errors
 from pk.log.aborted import AbortedEntry
+from pk.log.batch import HEADER_BYTES, read_header
 from pk.log.local_log import LocalLog
 from pk.log.segment import Segment
 from pk.log.swap import Swap, open_cleaned
@@ -50,27 +51,40 @@ class SegmentSwaps:
         sealed = self._local.segments[:-1]
         return [entry for s in sealed if s.base_offset < end for entry in s.aborted]
 
-    def open_written(self, swap: Swap) -> Swapped:
-        """Open the segments of a cleaning (read lane); see `swap.open_cleaned`.  Raises
-        `CorruptLog`, also if the segments that they replace are not there any more.
+    def first_timestamps(self) -> dict[Offset, int]:
+        """Return the timestamp of the first batch of each segment with dirty offsets, by base
+        offset (any thread).  A segment that is removed meanwhile is left out.
+        """
+        found: dict[Offset, int] = {}
+        for segment in self._local.segments:
+            if segment.written.size and segment.written.next_offset > self.end:
+                with contextlib.suppress(FileNotFoundError):
+                    header = read_header(segment.read_at(0, HEADER_BYTES))
+                    found[segment.base_offset] = header.max_timestamp
+        return found
+
+    def open_written(self, swap: Swap) -> Swapped | None:
+        """Open the segments of a cleaning (read lane); see `swap.open_cleaned`, also for what is
+        raised.  None = the log lacks a segment that was cleaned: the cleaning is void.  So it is if
+        the log was cut since the job was made, which the caller checks (`PartitionLog.cuts`).
         """
         segments = {each.base_offset: each for each in self._local.segments[:-1]}
         found: dict[Segment, Segment | None] = {}
         for _, bases in swap.replacements:
             if any(base not in segments for base in bases):
-                raise errors.CorruptLog(f"{self._local.path} lacks a segment that was cleaned")
+                return None
             replaced = [segments[base] for base in bases]
             new = open_cleaned(self._local.storage, self._local.path, swap.tail, replaced)
             found.update({replaced[0]: new, **dict.fromkeys(replaced[1:])})
         return found
 
-    def begin(self, swap: Swap, segments: Swapped) -> LaneJob | None:
+    def begin(self, swap: Swap, segments: Swapped | None) -> LaneJob | None:
         """Return the job for the write lane that puts the segments of a cleaning in place.  The
         caller submits it at once and calls `end_job` after it.  None = the log has changed in the
         meantime, and the cleaning is void.
         """
         present = dict.fromkeys(self._local.segments[:-1])
-        if self.running or not all(each in present for each in segments):
+        if segments is None or self.running or not all(each in present for each in segments):
             return None
         self.running = True
         return lambda: self._writer.swap(swap, segments)

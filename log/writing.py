@@ -241,7 +241,6 @@ class LocalLogWriter:
         self._swap = swap
         self._new = [each for each in segments.values() if each is not None]
         self._local.cleaned_end = swap.cleaned_end
-        self._unsynced = [each for each in self._unsynced if each not in segments]
         self._local.show_swapped(segments)
         self._finish_swap()
 

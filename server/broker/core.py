@@ -11,6 +11,7 @@ from functools import partial
 from pk import group_ids, transactional_ids
 from pk.log.manager import LogManager
 from pk.server.broker.broker_channels import BrokerChannels
+from pk.server.broker.cleaning import Cleaner, LogCleaner
 from pk.server.broker.clock_watch import ClockWatch
 from pk.server.broker.disk_jobs import DiskJobs
 from pk.server.broker.due_work import DueWork
@@ -57,7 +58,8 @@ class BrokerCore:
     """The parts of one broker, below its handlers.
 
     The process makes the parts that reach out of the broker: `metadata`, `clocks`, `lifecycle` and
-    `tier`.  `hello`: how this broker greets others.
+    `tier`.  `hello`: how this broker greets others.  `cleaner`: cleans compacted logs; None = the
+    broker cleans none.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class BrokerCore:
         lifecycle: BrokerLifecycleManager,
         tier: TierClient,
         hello: wire.Hello,
+        cleaner: Cleaner | None,
     ) -> None:
         self.env = env
         self.manager = manager
@@ -91,6 +94,7 @@ class BrokerCore:
         self._compose_replicas()
         self._compose_publisher()
         self.scheduler = self._compose_scheduler()
+        self.cleaner = LogCleaner(env, clocks, self.partitions, self.fetchers.changing, cleaner)
 
     def _compose_transactions(self) -> None:
         """Make the coordinators of transactions and groups, and what a leader asks of them."""
@@ -249,6 +253,7 @@ class BrokerCore:
     async def close(self) -> None:
         """Stop every task and timer; the publisher first, as metadata would start fetchers."""
         self.reaper.close()
+        await self.cleaner.close()
         await self.scheduler.close()
         await self.publisher.close()
         await self.open_transactions.close()

@@ -26,6 +26,7 @@ import pk
 from pk import errors, tracing
 from pk.log.manager import LogManager
 from pk.log.storage import Disk
+from pk.server.broker.cleaning import Cleaner
 from pk.server.broker.clock_watch import ClockWatch
 from pk.server.broker.core import BrokerCore
 from pk.server.broker.lifecycle import BrokerIdentity, BrokerLifecycleManager
@@ -149,6 +150,7 @@ class BrokerNode:
         metrics: tracing.Metrics | None = None,
         log: tracing.Log | None = None,
         on_fatal: Callable[[errors.PkError], None] | None = None,
+        cleaner: Cleaner | None = None,
     ) -> None:
         self.world = world
         self.run = run
@@ -177,13 +179,13 @@ class BrokerNode:
             self._say,
         )
         self._env = env
-        self.core = self._compose(env)
+        self.core = self._compose(env, cleaner)
         self._streams_of = BrokerStreams(self.core)
         self._listener: Listener | None = None
         self._serving = asyncio.Event()
         self._streams: dict[asyncio.Task[None], None] = {}
 
-    def _compose(self, env: Environment) -> BrokerCore:
+    def _compose(self, env: Environment, cleaner: Cleaner | None) -> BrokerCore:
         """Compose the broker; nothing of it runs before `start`."""
         run, server = self.run, self.run.server
         hello = wire.Hello(
@@ -228,7 +230,7 @@ class BrokerNode:
             enabled=bool(run.tier_url),
             fetch_wait_ms=server["remote_fetch_max_wait_ms"],
         )
-        return BrokerCore(env, self._manager, metadata, clocks, lifecycle, tier, hello)
+        return BrokerCore(env, self._manager, metadata, clocks, lifecycle, tier, hello, cleaner)
 
     @property
     def address(self) -> str:
@@ -260,6 +262,7 @@ class BrokerNode:
         core.lifecycle.start(self._identity())
         core.publisher.start()
         core.scheduler.start()
+        core.cleaner.start()
         core.coordinators.start()
         core.groups.start()
         core.open_transactions.start()
@@ -441,6 +444,7 @@ def open_disks(run: RunConfig) -> list[Disk]:
 
 
 async def _serve_process(process: RoleContext) -> None:
+    from pk.server.broker.cleaner_child import CleanerChild
     from pk.server.node.metrics_endpoint import serve_metrics
 
     disks = open_disks(process.run)
@@ -453,6 +457,7 @@ async def _serve_process(process: RoleContext) -> None:
         metrics=process.metrics,
         log=process.log,
         on_fatal=lambda _: process.stopping.set(),
+        cleaner=CleanerChild(),
     )
     process.memory.find_frame_bytes_max = node.frame_bytes_max
     tasks = TaskRegistry(awaited)

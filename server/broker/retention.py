@@ -258,14 +258,14 @@ class RetentionVisits:
 
     async def _drop(self, partition: Partition, plan: RetentionPlan) -> None:
         log = partition.log
-        cuts = log.cuts
+        made = log.cuts, log.cleaned.count
         end = max(each.next_offset for each in log.segments if each.base_offset in plan.drop)
         if partition.tiered and end > log.local_log_start:  # nothing below log_start needs the tier
             missing = await self._tier.confirm(partition, log.local_log_start, end)
             if missing:  # T6: the tier uploads them again; until then nothing is dropped
                 self._env.metrics.tier_missing.inc(len(missing))
                 return
-            cuts = log.cuts
+            made = log.cuts, log.cleaned.count
             plan = self._plan(partition)
             plan = plan._replace(drop=tuple(base for base in plan.drop if base < end))
             if not plan.drop:
@@ -275,8 +275,10 @@ class RetentionVisits:
         await self._manager.move_log_starts({partition.key: plan.log_start})
         if self._partitions.get(partition.key) is not partition:
             return  # the topic was deleted meanwhile
-        if partition.key in self._changing or log.cuts != cuts:
-            # the log is or was truncated or replaced in its directory's writer: the plan is void
+        changes = partition.key in self._changing or log.cleaned.running
+        if changes or made != (log.cuts, log.cleaned.count):
+            # the log is or was truncated, replaced or cleaned in its directory's writer: the plan
+            # is void
             return
         rename, remove = log.drop_segments(plan)
         self._env.metrics.dropped.labels(plan.reason or "retention").inc(len(plan.drop))

@@ -17,7 +17,7 @@ from pk.server.controller.commands import AlterConfigs, DescribeConfigs, Out, Ru
 from pk.server.controller.elections import PartitionChangeBuilder
 from pk.server.controller.topics import cluster_base
 from pk.server.metadata.image import BROKER_RESOURCE, TOPIC_RESOURCE, MetadataImage
-from pk.server.node.settings import as_text, check_settings
+from pk.server.node.settings import as_text, check_settings, check_topic_settings
 from pk.topic_names import is_internal
 from pk.types import PartitionKey
 from pk.wire import frames
@@ -68,7 +68,11 @@ def _change(image: MetadataImage, rules: Rules, change: wire.ConfigChange) -> li
         raise errors.InvalidConfig(f"{both[0]} is set and unset at once", option=both[0])
     known = settings.TOPIC.known(stored)
     kept = {option: value for option, value in known.items() if option not in unset}
-    check_settings({**kept, **given}, base)
+    if kind == TOPIC_RESOURCE:
+        compacted = "compact" in image.topic_config(name)["cleanup_policy"]
+        check_topic_settings({**kept, **given}, base, rules.server, compacted=compacted)
+    else:
+        check_settings({**kept, **given}, base)
     if kind == BROKER_RESOURCE:
         _check_topics_under(image, rules, {**kept, **{k: as_text(v) for k, v in given.items()}})
     values = {option: as_text(value) for option, value in given.items()}

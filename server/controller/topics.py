@@ -30,7 +30,7 @@ from pk.server.metadata.image import (
     MetadataImage,
     TopicState,
 )
-from pk.server.node.settings import check_settings
+from pk.server.node.settings import check_topic_settings
 from pk.topic_names import is_internal, what_is_wrong
 from pk.types import NodeId, TopicId
 from pk.wire import frames
@@ -117,7 +117,7 @@ def _new_topic(
     factor = _or_default(new.replication_factor, int(rules.server["default_replication_factor"]))
     if factor < 1:
         raise errors.InvalidReplicationFactor(f"replication factor {factor}: at least one")
-    values = check_settings(new.configs, cluster_base(image, rules))
+    values = check_topic_settings(new.configs, cluster_base(image, rules), rules.server)
     replicas = place(_candidates(image), count, factor, start)
     return _records(image, new.name, topic_id, values, replicas)
 

@@ -246,12 +246,45 @@ def _check_cluster(server: Mapping[str, Any]) -> None:
 
 
 def check_settings(given: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, str]:
-    """Check settings, return canonical text.  Raises `InvalidConfig`, `UnsupportedFeature`."""
+    """Check defaults for topics, return canonical text.  Raises `InvalidConfig`,
+    `UnsupportedFeature`.
+    """
     settings.TOPIC.resolve(given, base)
     parsed = settings.TOPIC.parse(given)
     if "compact" in str(parsed.get("cleanup_policy", "")):
-        raise errors.UnsupportedFeature("cleanup_policy compact is not in this build")
+        raise errors.UnsupportedFeature(
+            "cleanup_policy compact is a setting of single topics, not a default"
+        )
     return {name: as_text(value) for name, value in parsed.items()}
+
+
+def check_topic_settings(
+    given: Mapping[str, Any],
+    base: Mapping[str, Any],
+    server: Mapping[str, Any],
+    *,
+    compacted: bool = False,
+) -> dict[str, str]:
+    """Check the settings of one topic, return canonical text.
+
+    compacted: the topic has been compacted so far, so its log may lack offsets
+
+    Raises `InvalidConfig`, and `UnsupportedFeature` for a topic that has a tier and is compacted.
+    """
+    wanted = settings.TOPIC.resolve(given, base)
+    compact = "compact" in wanted["cleanup_policy"]
+    if compact and wanted["tier_enable"] and server["tier_url"]:
+        raise errors.UnsupportedFeature(
+            "this build compacts no topic that has a tier: set tier_enable false to keep the topic "
+            "in the brokers only"
+        )
+    if compacted and not compact:
+        raise errors.InvalidConfig(
+            "a compacted topic stays compacted, because offsets of removed records are missing in "
+            "its log: choose compact,delete to delete old records as well",
+            option="cleanup_policy",
+        )
+    return {name: as_text(value) for name, value in settings.TOPIC.parse(given).items()}
 
 
 def as_text(value: Any) -> str:

@@ -62,6 +62,7 @@ class BrokerMetrics:
         self.dropped = counter(
             "segments_dropped_total", "segments dropped by retention", ("reason",)
         )
+        self._add_cleaner(metrics)
         self.under_replicated = gauge(
             "under_replicated_partitions", "led here, with replicas that are not in sync"
         )
@@ -81,6 +82,18 @@ class BrokerMetrics:
             "controller_contact_age_ms",
             "age of the last answered heartbeat when the next one was answered",
             buckets=CONTACT_MS,
+        )
+
+    def _add_cleaner(self, metrics: Metrics) -> None:
+        """Create the metrics of the log cleaner."""
+        self.cleaned = metrics.counter(
+            "log_cleaner_bytes_total", "bytes that cleanings read and wrote", ("kind",)
+        )
+        self.cleaner_dirty_ratio = metrics.gauge(
+            "log_cleaner_max_dirty_ratio", "the dirty share of the dirtiest compacted log"
+        )
+        self.uncleanable = metrics.gauge(
+            "uncleanable_partitions", "compacted logs that could not be cleaned (see the log)"
         )
 
     def _add_transactions(self, metrics: Metrics) -> None:

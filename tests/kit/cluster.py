@@ -17,6 +17,7 @@ from pk.client.offsets import EARLIEST
 from pk.client.options import consumer_options, producer_options
 from pk.client.produce_engine import ProduceEngine
 from pk.log.storage import Disk
+from pk.server.broker.cleaning import Cleaner
 from pk.server.broker.node import BrokerNode
 from pk.server.controller.node import ControllerNode
 from pk.server.metadata.image import PartitionState
@@ -60,6 +61,7 @@ class Kit:
     directories: how many data directories each broker has, 1 or 2.
     client_defaults: clients have the default settings, and a host that is silent stays connected,
     as a process under SIGSTOP does.  Otherwise they retry quickly.
+    cleaner: makes the cleaner of a broker; None = the brokers clean no log.
     server: server settings of all nodes, besides SERVER.
     """
 
@@ -70,8 +72,10 @@ class Kit:
         *,
         directories: int = 1,
         client_defaults: bool = False,
+        cleaner: Callable[[], Cleaner] | None = None,
         **server: Any,
     ) -> None:
+        self._cleaner = cleaner
         self.sim = SimWorld(seed)
         self.clients: dict[str, Any] = {"metadata_max_age_ms": 5_000, **RETRIES}
         if client_defaults:
@@ -126,6 +130,7 @@ class Kit:
                 boot_id=f"boot-{n}-{self.boots[n]}",
                 incarnation_id=world.new_id(),
                 log=BrokerLog(f"b{n}", self),
+                cleaner=None if self._cleaner is None else self._cleaner(),
             )
             self.brokers[n] = node
             await node.start()
@@ -322,10 +327,16 @@ class Kit:
 
 
 class Ledger:
-    """Sends numbered records in bursts, and notes the offset of each acknowledged one."""
+    """Sends numbered records in bursts, and notes the offset of each acknowledged one.
 
-    def __init__(self, kit: Kit, topic: str, **given: Any) -> None:
+    keys: how many keys the records have in turn; 0 = no keys
+    size: bytes of a value, at least
+    """
+
+    def __init__(self, kit: Kit, topic: str, keys: int = 0, size: int = 1, **given: Any) -> None:
         self.kit = kit
+        self._keys = keys
+        self._size = size
         self.topic = topic
         self.sent = 0
         self.acked: dict[int, int] = {}  #: number -> offset
@@ -354,8 +365,9 @@ class Ledger:
     def _append(self, accumulator: RecordAccumulator) -> None:
         """Give the next record to the producer."""
         number, self.sent = self.sent, self.sent + 1
-        value = b"%d" % number
-        size = record_size(value, None, None, self.topic)
+        value = b"%0*d" % (self._size, number)
+        key = b"%d" % (number % self._keys) if self._keys else None
+        size = record_size(value, key, None, self.topic)
 
         def told(metadata: Any, error: Any) -> None:
             if error is None:
@@ -363,7 +375,7 @@ class Ledger:
             else:
                 self.failed[number] = error
 
-        offered = accumulator.append(value, None, None, 0, None, told, size=size)
+        offered = accumulator.append(value, key, None, 0, None, told, size=size)
         if offered is None:
             self.failed[number] = errors.BufferExhausted("full")
 

@@ -171,7 +171,7 @@ class Rig:
         manager: Any = self.manager
         tier: Any = self.tier
         clocks = ClockWatch(env, manager, metadata)
-        self.core = BrokerCore(env, manager, metadata, clocks, lifecycle, tier, HELLO)
+        self.core = BrokerCore(env, manager, metadata, clocks, lifecycle, tier, HELLO, None)
         verifier: Any = self.core.verifier
         verifier.ask = self.coordinator
         self.streams = BrokerStreams(self.core)

@@ -292,9 +292,9 @@ def test_each_topic_of_a_request_fails_by_itself() -> None:
         wire.NewTopic(name="most", partitions=limits.PARTITIONS_PER_TOPIC_MAX),
         wire.NewTopic(name="factor", replication_factor=-3),
     )
-    assert [r.error.code for r in results] == [36, 0, 37, 37, 38, 40, 40, 1011, 42, 37, 38]
+    assert [r.error.code for r in results] == [36, 0, 37, 37, 38, 40, 40, 0, 42, 37, 38]
     assert "retention_ms" in results[5].error.message
-    assert set(bench.image.topic_ids) == {"there", "defaults"}
+    assert set(bench.image.topic_ids) == {"there", "defaults", "compacted"}
     topic = bench.image.topic("defaults")
     assert topic is not None
     assert sorted(topic.partitions) == [0, 1, 2, 3]
@@ -448,8 +448,35 @@ def test_wrong_settings_are_refused_whole() -> None:
     assert bench.alter("topic", "t", unset=("retention_ms",), retention_ms="9").error.code == 40
     assert bench.alter("planet", "t", retention_ms="1").error.code == 42
     assert bench.alter("broker", "1", retention_ms="1").error.code == 40
-    assert bench.alter("topic", "t", cleanup_policy="compact").error.code == 1011
+    assert bench.alter("broker", "", cleanup_policy="compact").error.code == 1011
     assert bench.image.topic_config("t")["retention_ms"] == 100
+
+
+def test_a_topic_with_a_tier_is_not_compacted() -> None:
+    """C2: neither created so, nor altered to be so."""
+    bench = Bench()
+    bench.up(1)
+    bench.topic("t")
+    bench.topic("local", cleanup_policy="compact", tier_enable="false")
+    bench.machine.rules = c.Rules(1, {**bench.rules.server, "tier_url": "file:///x"})
+    (refused,) = bench.create(wire.NewTopic(name="a", configs={"cleanup_policy": "compact"}))
+    assert (refused.error.code, "tier_enable" in refused.error.message) == (1011, True)
+    assert bench.alter("topic", "t", cleanup_policy="compact").error.code == 1011
+    assert bench.alter("topic", "local", tier_enable="true").error.code == 1011
+    altered = bench.alter("topic", "t", cleanup_policy="compact", tier_enable="false")
+    assert not altered.error.code
+
+
+def test_a_compacted_topic_stays_compacted() -> None:
+    """Its log lacks offsets, which would count as damage in another log."""
+    bench = Bench()
+    bench.up(1)
+    bench.topic("t", cleanup_policy="compact")
+    refused = bench.alter("topic", "t", cleanup_policy="delete")
+    assert (refused.error.code, "compact,delete" in refused.error.message) == (40, True)
+    assert bench.alter("topic", "t", unset=("cleanup_policy",)).error.code == 40
+    assert not bench.alter("topic", "t", cleanup_policy="compact,delete").error.code
+    assert not bench.alter("topic", "t", cleanup_policy="compact").error.code
 
 
 def test_a_cluster_default_must_not_contradict_a_topic() -> None:

@@ -46,8 +46,8 @@ def test_refusals(flags: dict[str, Any], text: str) -> None:
         resolve({}, {}, flags)
 
 
-def test_compaction_is_not_in_this_build() -> None:
-    with pytest.raises(errors.UnsupportedFeature):
+def test_compaction_is_no_default() -> None:
+    with pytest.raises(errors.UnsupportedFeature, match="single topics"):
         resolve({}, {}, {"cleanup_policy": "compact"})
 
 

@@ -1,0 +1,32 @@
+"""A cleaner that works in the process of the test, on the broker's simulated disk."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+from pk.compaction import local_cleaner
+from pk.compaction.cleaning_job import CleaningJob, CleaningResult
+from pk.log.storage import Disk
+from tests.kit.cleaned_log import HASH
+
+
+class InProcessCleaner:
+    """Cleans in the process of the test; `meanwhile` runs before the result is returned."""
+
+    def __init__(self) -> None:
+        self.jobs: list[CleaningJob] = []
+        self.meanwhile: Callable[[], Awaitable[None]] | None = None
+        self.error: Exception | None = None
+
+    async def clean(self, disk: Disk, job: CleaningJob) -> CleaningResult:
+        self.jobs.append(job)
+        result = await disk.compute(partial(local_cleaner.clean, disk.storage, job, HASH))
+        if self.meanwhile is not None:
+            await self.meanwhile()
+        if self.error is not None:
+            raise self.error
+        return result
+
+    async def close(self) -> None:
+        """Nothing to end."""

@@ -1,0 +1,291 @@
+"""The log cleaner of a broker: which log is cleaned, when, and when a cleaning is void."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+
+from pk import errors
+from pk.log import batch as batches
+from pk.log import columns
+from pk.log.segment import CLEANED
+from pk.server.broker.cleaning import UNCLEANABLE_MS, LogCleaner
+from pk.server.replica.partition import Partition
+from pk.world import StreamKind
+from tests.kit.in_process_cleaner import InProcessCleaner
+
+DAY = 86_400_000
+
+
+@pytest.fixture
+def mine() -> InProcessCleaner:
+    return InProcessCleaner()
+
+
+@pytest.fixture
+def cleaner(rig: Any, mine: InProcessCleaner) -> LogCleaner:
+    core = rig.core
+    return LogCleaner(core.env, core.clocks, core.partitions, core.fetchers.changing, mine)
+
+
+def compacted(rig: Any, number: int = 0, **config: Any) -> Partition:
+    given = {"cleanup_policy": "compact", "segment_bytes": 14 * 1024, **config}
+    found: Partition = rig.partition(number, **given)
+    return found
+
+
+async def write(
+    rig: Any, kit: Any, rounds: int, *, partition: int = 0, value: bytes | None = b"v" * 3000
+) -> None:
+    """Overwrite five keys; a round takes a segment."""
+    stream = await rig.stream(StreamKind.PRODUCE)
+    for turn in range(rounds):
+        keys = [b"k%d" % n for n in range(4)]
+        values = [value] * 4
+        raw = b"".join(
+            columns.encode_lists(values, keys, default_timestamp=rig.mine.clock.wall_ms())
+        )
+        await stream.send(kit.produce((partition, raw), correlation_id=turn + 1))
+    await kit.results(stream, rounds)
+    stream.close()
+
+
+def offsets(partition: Partition) -> list[int]:
+    log, found = partition.log, []
+    at = log.local_log_start
+    while at < log.written_end:
+        read = log.read(at, bound=log.written_end, max_bytes=1 << 20, verify=True)
+        for _, raw in batches.iter_batches(read.data):
+            found += columns.decode(raw, decoded_bytes_max=1 << 24).column("offset").to_pylist()
+        at = read.next_offset
+    return found
+
+
+def files(rig: Any, number: int = 0) -> list[str]:
+    names: list[str] = rig.storage.names(f"topics/t-{number}")
+    return names
+
+
+def test_the_dirtiest_due_log_is_cleaned_first(
+    rig: Any, kit: Any, cleaner: LogCleaner, mine: InProcessCleaner
+) -> None:
+    one, two = compacted(rig), compacted(rig, 1)
+    rig.partition(2, segment_bytes=14 * 1024)
+
+    async def story() -> None:
+        for number in range(3):
+            await write(rig, kit, 5, partition=number)
+        assert await cleaner.clean_one(mine)
+        assert await cleaner.clean_one(mine)
+        assert not await cleaner.clean_one(mine)
+        for each in (one, two):
+            assert offsets(each) == list(range(12, 20))
+            assert each.log.cleaned.end == 16
+        assert len(offsets(rig.core.partitions[one.key._replace(partition=2)])) == 20
+        await write(rig, kit, 1)
+        await write(rig, kit, 3, partition=1)
+        assert await cleaner.clean_one(mine)  # the second is dirtier
+        assert [job.path for job in mine.jobs][2:] == ["topics/t-1"]
+        assert not [name for name in files(rig, 1) if name.endswith(CLEANED)]
+
+    rig.run(story)
+
+
+def test_a_clean_log_is_not_due(
+    rig: Any, kit: Any, cleaner: LogCleaner, mine: InProcessCleaner
+) -> None:
+    """C1: the dirty share of the log decides."""
+    compacted(rig, min_cleanable_dirty_ratio=0.6)
+
+    async def story() -> None:
+        await write(rig, kit, 5)
+        assert await cleaner.clean_one(mine)
+        await write(rig, kit, 1)
+        assert not await cleaner.clean_one(mine)
+        await write(rig, kit, 1)
+        assert await cleaner.clean_one(mine)
+
+    rig.run(story)
+
+
+def test_an_old_record_is_cleaned_although_the_log_is_clean(
+    rig: Any, kit: Any, cleaner: LogCleaner, mine: InProcessCleaner
+) -> None:
+    """KIP-354: also if it is in the active segment, which is rolled first."""
+    partition = compacted(rig, max_compaction_lag_ms=1000, min_cleanable_dirty_ratio=1.0)
+
+    async def story() -> None:
+        await write(rig, kit, 1)
+        assert not await cleaner.clean_one(mine)
+        await rig.mine.clock.sleep_ms(1001)
+        assert not await cleaner.clean_one(mine)
+        await partition.writer.settled(partition)
+        assert partition.log.segment_count == 2
+        assert await cleaner.clean_one(mine)
+        assert partition.log.cleaned.end == 4
+
+    rig.run(story)
+
+
+def test_tombstones_age_only_in_a_log_with_one_replica(
+    rig: Any, kit: Any, cleaner: LogCleaner, mine: InProcessCleaner
+) -> None:
+    """broker/cleaning K3: another replica may have an older record."""
+    alone = compacted(rig, delete_retention_ms=DAY, min_cleanable_dirty_ratio=0.0)
+
+    async def story() -> None:
+        await write(rig, kit, 3)
+        await write(rig, kit, 1, value=None)
+        alone.log.roll()
+        alone.writer.submit(alone, 0)
+        await alone.writer.settled(alone)
+        assert await cleaner.clean_one(mine)
+        assert mine.jobs[-1].cleaning.settled_end > alone.log.log_end
+        rig.lead(alone, 1, replicas=(1, 2), partition_epoch=1)
+        assert cleaner._settled_end(alone) == 0
+
+    rig.run(story)
+
+
+def test_a_cleaning_during_which_a_replica_is_added_is_void(
+    rig: Any, kit: Any, cleaner: LogCleaner, mine: InProcessCleaner
+) -> None:
+    """broker/cleaning K2: the replica may have an older record."""
+    partition = compacted(rig)
+
+    async def story() -> None:
+        await write(rig, kit, 5)
+
+        async def add() -> None:
+            rig.lead(partition, 1, replicas=(1, 2), partition_epoch=1)
+
+        mine.meanwhile = add
+        assert not await cleaner.clean_one(mine)
+        assert partition.log.cleaned.end == 0
+        assert not [name for name in files(rig) if name.endswith(CLEANED)]
+
+    rig.run(story)
+
+
+def test_a_late_cleaning_is_void(
+    rig: Any, kit: Any, cleaner: LogCleaner, mine: InProcessCleaner
+) -> None:
+    """broker/cleaning K2: horizons were counted from its deadline."""
+    partition = compacted(rig)
+
+    async def story() -> None:
+        await write(rig, kit, 5)
+
+        async def late() -> None:
+            await rig.mine.clock.sleep_ms(100_000)
+
+        mine.meanwhile = late
+        assert not await cleaner.clean_one(mine)
+        assert len(offsets(partition)) == 20
+
+    rig.run(story)
+
+
+def test_a_cut_during_a_cleaning_makes_it_void(
+    rig: Any, kit: Any, cleaner: LogCleaner, mine: InProcessCleaner
+) -> None:
+    partition = compacted(rig)
+
+    async def story() -> None:
+        await write(rig, kit, 5)
+
+        async def cut() -> None:
+            await rig.disk.write(partial(partition.log.truncate_to, 9))
+
+        mine.meanwhile = cut
+        assert not await cleaner.clean_one(mine)
+        assert partition.log.cleaned.end == 0
+        assert offsets(partition) == list(range(8))
+        assert not [name for name in files(rig) if name.endswith(CLEANED)]
+        rig.core.partitions.clear()  # its high watermark is that of the log before
+
+    rig.run(story)
+
+
+def test_a_deleted_topic_is_left_alone(
+    rig: Any, kit: Any, cleaner: LogCleaner, mine: InProcessCleaner
+) -> None:
+    """Another topic may have the directory's name by then: only the cleaning's files go."""
+    partition = compacted(rig)
+
+    async def story() -> None:
+        await write(rig, kit, 5)
+
+        async def delete() -> None:
+            del rig.core.partitions[partition.key]
+
+        mine.meanwhile = delete
+        assert not await cleaner.clean_one(mine)
+        assert not [name for name in files(rig) if name.endswith(CLEANED)]
+        assert len(offsets(partition)) == 20
+
+    rig.run(story)
+
+
+@pytest.mark.parametrize("error", [errors.StorageFull("no room"), errors.CorruptLog("damaged")])
+def test_a_log_that_cannot_be_cleaned_is_tried_again_later(
+    rig: Any, kit: Any, cleaner: LogCleaner, mine: InProcessCleaner, error: errors.PkError
+) -> None:
+    """broker/cleaning K4: other logs are cleaned meanwhile."""
+    partition = compacted(rig)
+
+    async def story() -> None:
+        await write(rig, kit, 5)
+        mine.error = error
+        assert await cleaner.clean_one(mine)
+        mine.error = None
+        assert not await cleaner.clean_one(mine)
+        assert not [name for name in files(rig) if name.endswith(CLEANED)]
+        await rig.mine.clock.sleep_ms(UNCLEANABLE_MS + 1)
+        assert await cleaner.clean_one(mine)
+        assert partition.log.cleaned.end == 16
+
+    rig.run(story)
+
+
+def test_retention_drops_nothing_by_a_plan_from_before_a_swap(
+    rig: Any, kit: Any, cleaner: LogCleaner, mine: InProcessCleaner
+) -> None:
+    """A merged segment has the name of one that had expired, and younger records."""
+    partition = compacted(rig, cleanup_policy="compact,delete")
+    retention = rig.core.retention
+
+    async def story() -> None:
+        await write(rig, kit, 5)
+        log = partition.log
+        plan = log.retention_plan(None, partition.high_watermark)
+        plan = plan._replace(drop=(0, 4), log_start=8)
+        moved = rig.manager.move_log_starts
+
+        async def clean_first(moves: Any) -> None:
+            assert await cleaner.clean_one(mine)
+            await moved(moves)
+
+        rig.manager.move_log_starts = clean_first
+        await retention._drop(partition, plan)
+        assert offsets(partition) == list(range(12, 20))
+
+    rig.run(story)
+
+
+def test_the_task_cleans_until_nothing_is_due(
+    rig: Any, kit: Any, cleaner: LogCleaner, mine: InProcessCleaner
+) -> None:
+    one, two = compacted(rig), compacted(rig, 1)
+
+    async def story() -> None:
+        await write(rig, kit, 5)
+        await write(rig, kit, 5, partition=1)
+        cleaner.start()
+        await rig.mine.clock.sleep_ms(rig.core.env.server["log_cleaner_backoff_ms"] + 1000)
+        assert one.log.cleaned.end == two.log.cleaned.end == 16
+        await cleaner.close()
+
+    rig.run(story)
