@@ -6,7 +6,7 @@ use a consumer: another gets `InvalidRequest`, except from `close`.  A fork ends
 
 An error that concerns a partition is raised once, by the next poll.  Later polls continue with the
 other partitions.  Without a group, `subscribe` takes all partitions.  Partitions that are created
-later are read from their first offset.
+later are read from their first offset.  With a group_id, see client/group_consumer.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import contextlib
 import re
 import threading
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
@@ -27,6 +27,8 @@ from pk.client import arguments, connection
 from pk.client.fetch_buffer import FetchBuffer, FetchedRows, UndecodableBatch
 from pk.client.fetch_engine import FetchEngine
 from pk.client.fetcher_events import CompletedFetch, Consumed, FetcherEvent, FetchError, Pause, Seek
+from pk.client.group_consumer import GroupConsumer, Listener
+from pk.client.group_membership import GroupMembership
 from pk.client.network_client import NetworkClient
 from pk.client.offsets import EARLIEST, LATEST, OFFSET_MAX
 from pk.client.options import bootstrap_of, consumer_options, network_options
@@ -48,7 +50,7 @@ class OffsetAndTimestamp(NamedTuple):
     timestamp_ms: int
 
 
-class Consumer:
+class Consumer(GroupConsumer):
     """Reads records of assigned or subscribed partitions.  For one thread at a time.
 
     bootstrap: "host:port,…", or a list of addresses.
@@ -72,6 +74,7 @@ class Consumer:
         value_deserializer: Any = None,
         **options: Any,
     ) -> None:
+        super().__init__()
         bootstrap = bootstrap_of(bootstrap, options)
         self._options = o = consumer_options(options)
         self._key_deserializer = deserializer(key_deserializer, "key_deserializer")
@@ -87,6 +90,9 @@ class Consumer:
             world = self._thread.world
             self._cluster = NetworkClient(world, bootstrap, **network_options(o))
             self._engine = FetchEngine(world, self._cluster, o)
+            if o["group_id"]:
+                self._membership = GroupMembership(world, self._cluster, o)
+                self._membership.on_change = self._wakeup.set
         engine = self._engine
         engine.on_ready = self._wakeup.set
         self._fetch_buffer = FetchBuffer(
@@ -104,11 +110,17 @@ class Consumer:
         topics: str | Sequence[str] | None = None,
         *,
         pattern: str | re.Pattern[str] | None = None,
+        on_assigned: Listener | None = None,
+        on_revoked: Listener | None = None,
+        on_lost: Listener | None = None,
     ) -> None:
         """Read all partitions of `topics`, or of those whose whole name matches `pattern`.
 
-        Partitions that are added later are read from their first offset on.  Raises `InvalidOption`
-        unless one of both is given, `InvalidTopic`.
+        With a group_id, the members of the group share these partitions.  Polls call the listeners
+        with the partitions that come or go: `on_revoked` may commit them, `on_lost` (default:
+        `on_revoked`) may not.  Without a group, partitions that are added later are read from their
+        first offset on.  Raises `InvalidOption` unless one of topics and pattern is given,
+        `InvalidTopic`.
         """
         if (topics is None) == (pattern is None):
             raise errors.InvalidOption("subscribe takes topics or a pattern, one of both")
@@ -118,21 +130,29 @@ class Consumer:
         if not names and compiled is None:
             self.unsubscribe()
             return
+        self._listen(on_assigned, on_revoked, on_lost)
+        member = self._membership
+        if member is not None:
+            if not member.subscribed:
+                self._take({}, ())
+            self._call(lambda: member.subscribe(names, compiled))
+            return
         self._drop_lines(())
         self._call(lambda: self._engine.subscribe(names, compiled))
         self._fetch_buffer.forget()
 
     def unsubscribe(self) -> None:
-        """Read no partition any more."""
+        """Read no partition any more; a member leaves its group."""
         self.assign([])
 
     @one_thread
     def assign(self, partitions: Iterable[TopicPartition]) -> None:
         """Read exactly these partitions; the positions of those already assigned are kept.
 
-        Raises `InvalidPartitions`.
+        A member leaves its group; committed offsets are not used.  Raises `InvalidPartitions`.
         """
         places = arguments.places(partitions)
+        self._leave_group()
         self._call(lambda: self._engine.assign(places))
         self._drop_lines(places)
         self._fetch_buffer.purge()
@@ -222,7 +242,7 @@ class Consumer:
         `details["offset"]` and `details["next_offset"]`.  The next poll continues behind the range.
         """
         timeout_s = arguments.seconds(timeout_s)
-        lines: Collection[ConsumerRecords] = self._lines
+        lines: Sequence[ConsumerRecords] | deque[ConsumerRecords] = self._lines
         if not any(lines):
             lines = self._poll_lines(timeout_s)
         found: list[Record] = []
@@ -278,8 +298,10 @@ class Consumer:
         deadline: float | None = None
         try:
             while True:
+                if not found:
+                    self._follow_group()
                 while limit > 0:
-                    item = self._take(limit if cut else None, quiet=bool(found))
+                    item = self._take_rows(limit if cut else None, quiet=bool(found))
                     if item is None:
                         break
                     found.append(item)
@@ -325,7 +347,7 @@ class Consumer:
             except errors.ClosedError:
                 return False
 
-    def _take(self, limit: int | None, *, quiet: bool) -> FetchedRows | None:
+    def _take_rows(self, limit: int | None, *, quiet: bool) -> FetchedRows | None:
         """Return the next rows that are neither paused nor void; raises a pending error.
 
         `quiet`: returns None instead of raising, and leaves the error for the next call.
@@ -417,6 +439,7 @@ class Consumer:
             lambda: (
                 engine.problems
                 or self._closed
+                or self._group_waits()
                 or fetch_buffer.waits(engine.fetcher.paused)
                 or self._owing()
             ),
@@ -431,10 +454,11 @@ class Consumer:
                 return each.next_offset
         return None
 
-    def _drop_lines(self, keep: Collection[TopicPartition]) -> None:
+    def _drop_lines(self, keep: Iterable[TopicPartition]) -> None:
         """Drop polled records that were not handed out yet, except of these partitions."""
+        kept = set(keep)
         for each in self._lines:
-            if each.place not in keep:
+            if each.place not in kept:
                 each.drop()  # a running iteration drops them too
 
     # -- offsets -----------------------------------------------------------------------------------
@@ -514,7 +538,8 @@ class Consumer:
         seconds = self._api_s(timeout_s)
         self._check_open()
         work = self._engine.offsets(wanted, wanted, int(seconds * 1000))
-        return self._thread.run(work, seconds)
+        found: dict[TopicPartition, tuple[int, int]] = self._thread.run(work, seconds)
+        return found
 
     def partitions_for(self, topic: str, timeout_s: float | None = None) -> list[TopicPartition]:
         """The partitions of a topic.  Raises `UnknownTopicOrPartition`, `RequestTimedOut`."""
@@ -524,11 +549,6 @@ class Consumer:
         found = self._thread.run(work, seconds)
         return [TopicPartition(topic, partition) for partition in range(found.partitions)]
 
-    def _api_s(self, timeout_s: float | None) -> float:
-        if timeout_s is None:
-            return float(self._options["default_api_timeout_ms"] / 1000)
-        return arguments.seconds(timeout_s)
-
     # -- the end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -536,6 +556,9 @@ class Consumer:
         callback.
         """
         self._thread.must_not_block()
+        if not self._closed and not self._one_thread.busy():
+            with contextlib.suppress(errors.PkError):
+                self._leave_group()
         with self._ending:  # if several threads close, one does the work
             if self._closed:
                 return
@@ -572,14 +595,3 @@ class Consumer:
         if not self._closed:
             with contextlib.suppress(RuntimeError):  # closed meanwhile by another thread
                 self._thread.loop.call_soon_threadsafe(self._engine.step, event)
-
-    # -- not in this build -------------------------------------------------------------------------
-
-    def _groups(self, *_arguments: Any, **_options: Any) -> Any:
-        raise errors.UnsupportedFeature(
-            "consumer groups are not in this build: keep positions yourself, and seek to them"
-        )
-
-    commit = _groups
-    committed = _groups
-    group_metadata = _groups

@@ -1,4 +1,4 @@
-"""Requests to the coordinator of one transactional id, whichever broker it is.
+"""Requests to the coordinator of one transactional id or group, whichever broker it is.
 
 World-generic.
 
@@ -23,26 +23,47 @@ from pk.client.network_client import NetworkClient
 from pk.wire import pk_pb2 as wire
 from pk.world import World
 
-#: The key type of transactional ids in FindCoordinator.
-TRANSACTION = 1
+#: The key types of FindCoordinator.
+GROUP, TRANSACTION = 0, 1
 #: The waits before the next attempt: markers are written within milliseconds.
 BACKOFF_MS = (20, 1_000)
 #: These errors come from the coordinator itself; after any other, it is looked up again.
-_SAME_COORDINATOR = (errors.ConcurrentTransactions, errors.CoordinatorLoading)
+_SAME_COORDINATOR = (
+    errors.ConcurrentTransactions,
+    errors.CoordinatorLoading,
+    errors.RebalanceInProgress,
+)
 
 
 class CoordinatorCalls:
-    """Calls for the transactional id `key`.  attempt_ms: how long one attempt may take"""
+    """Calls for the transactional id or the group `key`.
 
-    def __init__(self, world: World, cluster: NetworkClient, key: str, attempt_ms: int) -> None:
+    attempt_ms: how long one attempt may take
+    key_type: TRANSACTION or GROUP
+    """
+
+    def __init__(
+        self,
+        world: World,
+        cluster: NetworkClient,
+        key: str,
+        attempt_ms: int,
+        key_type: int = TRANSACTION,
+    ) -> None:
         self._world = world
         self._cluster = cluster
         self._key = key
         self._attempt_ms = attempt_ms
+        self._key_type = key_type
         self._address: str | None = None
 
-    async def call(self, request: Message, timeout_ms: int) -> Any:
-        """Return the coordinator's reply.  Raises its refusal, or `RequestTimedOut` (K1)."""
+    async def call(
+        self, request: Message, timeout_ms: int, final: tuple[type[errors.PkError], ...] = ()
+    ) -> Any:
+        """Return the coordinator's reply.  Raises its refusal, or `RequestTimedOut` (K1).
+
+        final: retriable errors that are raised at once.
+        """
         problem: errors.PkError | None = None
         backoff = Backoff(BACKOFF_MS, client_jitter(self._world.rng))
         self._cluster.start()  # a coordinator that leaves the metadata holds up no call
@@ -52,6 +73,8 @@ class CoordinatorCalls:
                     try:
                         return await self._attempt(request)
                     except errors.RetriableError as failure:
+                        if isinstance(failure, final):
+                            raise
                         problem = failure
                         if not isinstance(failure, _SAME_COORDINATOR):
                             self._address = None
@@ -63,9 +86,13 @@ class CoordinatorCalls:
                 f"{name} of {self._key!r}: no outcome within {timeout_ms} ms{why}"
             ) from problem
 
+    def look_up_again(self) -> None:
+        """Find the coordinator again with the next call: a part of a reply said so."""
+        self._address = None
+
     async def _attempt(self, request: Message) -> Message:
         if self._address is None:
-            find = wire.FindCoordinatorRequest(key=self._key, key_type=TRANSACTION)
+            find = wire.FindCoordinatorRequest(key=self._key, key_type=self._key_type)
             found: Any = await self._cluster.call_any(find, timeout_ms=self._attempt_ms)
             self._address = found.address
         return await self._cluster.call_at(self._address, request, timeout_ms=self._attempt_ms)

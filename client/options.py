@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from pk import errors
-from pk.settings import CONSUMER, PRODUCER, SERVER, Options
+from pk.client.assignors import ASSIGNORS
+from pk.settings import CONSUMER, PRODUCER, SERVER
 
 #: The default time-out of administration calls.
 TIMEOUT_S = 60.0
@@ -53,13 +54,6 @@ def _aliased(given: Mapping[str, Any]) -> dict[str, Any]:
     return renamed
 
 
-def _refuse(scope: Options, parsed: Mapping[str, Any], name: str, what: str) -> None:
-    if parsed.get(name):
-        raise errors.UnsupportedFeature(
-            f"{scope.scope} setting {name}: {what} are not in this build"
-        )
-
-
 def network_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the resolved options of a producer or a consumer that its `NetworkClient` takes."""
     return {name: options[name] for name in _NETWORK if name in options}
@@ -89,6 +83,15 @@ def producer_options(given: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
 def consumer_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return every consumer option."""
     renamed = _aliased(given)
-    parsed = CONSUMER.parse(renamed)
-    _refuse(CONSUMER, parsed, "group_id", "consumer groups")
-    return CONSUMER.resolve(renamed)
+    options = CONSUMER.resolve(renamed)
+    strategy = options["partition_assignment_strategy"]
+    names = [name.strip() for name in strategy.split(",") if name.strip()]
+    unknown = [name for name in names if name not in ASSIGNORS]
+    if unknown or not names:
+        raise errors.InvalidConfig(
+            f"partition_assignment_strategy takes names of {', '.join(ASSIGNORS)}, not "
+            f"{strategy!r}",
+            option="partition_assignment_strategy",
+        )
+    options["assignors"] = names
+    return options

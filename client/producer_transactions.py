@@ -72,12 +72,12 @@ class ProducerTransactions:
     def send_offsets_to_transaction(self, offsets: Mapping[Any, Any], group_metadata: Any) -> None:
         """Commit offsets of a consumer group with the transaction.
 
-        Raises `UnsupportedFeature`: this build has no consumer groups.  Keep the offsets in a topic
-        or a table of your own meanwhile (docs/transactions.md).
+        Raises `UnsupportedFeature`: this build does not have it.  Keep the offsets in a topic or a
+        table of your own meanwhile (docs/transactions.md).
         """
         raise errors.UnsupportedFeature(
-            "send_offsets_to_transaction needs consumer groups, which are not in this build: keep "
-            "the offsets in a topic of your own and send them in the transaction"
+            "send_offsets_to_transaction is not in this build: keep the offsets in a topic of your "
+            "own and send them in the transaction"
         )
 
     @contextlib.contextmanager

@@ -83,6 +83,11 @@ class OneThread:
             )
         self._depth += 1
 
+    def busy(self) -> bool:
+        """Return whether another thread is inside."""
+        inside = self._inside.get(None)
+        return inside is not None and inside is not threading.current_thread()
+
     def leave(self) -> None:
         self._depth -= 1
         if self._depth <= 0:

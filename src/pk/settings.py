@@ -441,7 +441,22 @@ PRODUCER = Options(
 CONSUMER = Options(
     "consumer",
     [
-        Option("group_id", str, "", "consumer group (not in this build)"),
+        Option("group_id", str, "",
+               "consumer group: its members share the partitions of their subscriptions"),
+        Option("group_instance_id", str, "",
+               "name of a static member, which restarts without a rebalance (KIP-345)"),
+        Option("partition_assignment_strategy", str, "range,cooperative-sticky",
+               "range and cooperative-sticky, the preferred assignor first, separated by commas"),
+        Option("session_timeout_ms", int, 45_000,
+               "the group removes a member that is not heard for this time", "ms", 1, INT32_MAX),
+        Option("heartbeat_interval_ms", int, 3_000,
+               "how often a member sends a heartbeat", "ms", 1, INT32_MAX),
+        Option("max_poll_interval_ms", int, 300_000,
+               "a member that does not poll for this time leaves its group", "ms", 1, INT32_MAX),
+        Option("enable_auto_commit", bool, True,
+               "a poll commits, every auto_commit_interval_ms, what was returned before it"),
+        Option("auto_commit_interval_ms", int, 5_000,
+               "how often offsets are committed by themselves", "ms", 0, INT32_MAX),
         Option("auto_offset_reset", str, "latest",
                "where a consumer without a position starts",
                choices=("earliest", "latest", "none")),
@@ -472,5 +487,15 @@ CONSUMER = Options(
         Option("metadata_max_age_ms", int, 300_000,
                "metadata is refreshed at least this often", "ms", 1, INT32_MAX),
         Option("client_id", str, "", "name in logs and metrics"),
+    ],
+    [
+        (
+            "heartbeat_interval_ms must be less than session_timeout_ms",
+            lambda o: o["heartbeat_interval_ms"] < o["session_timeout_ms"],
+        ),
+        (
+            "group_instance_id needs a group_id",
+            lambda o: not o["group_instance_id"] or o["group_id"],
+        ),
     ],
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pk.client import connection, consumer
+from pk.client import connection, consumer, group_consumer
 from pk.sim.world import SimWorld
 
 
@@ -71,6 +71,7 @@ def sim_thread(monkeypatch: pytest.MonkeyPatch) -> Callable[[SimWorld], SimThrea
         monkeypatch.setattr(connection, "acquire", lambda: thread)
         monkeypatch.setattr(connection, "release", lambda held: None)
         monkeypatch.setattr(consumer, "monotonic_s", thread.now_s)
+        monkeypatch.setattr(group_consumer, "monotonic_s", thread.now_s)
         monkeypatch.setattr(consumer, "WakeupSignal", lambda: SimSignal(sim))
         return thread
 

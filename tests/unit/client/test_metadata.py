@@ -149,8 +149,17 @@ def test_kafkas_names_are_understood() -> None:
         producer_options({"compression": "lz4", "compression.type": "zstd"})
     with pytest.raises(errors.InvalidConfig, match="did you mean isolation_level"):
         consumer_options({"isolation_levle": "x"})
-    with pytest.raises(errors.UnsupportedFeature):
-        consumer_options({"group.id": "g"})
+    options = consumer_options({"group.id": "g"})
+    assert (options["group_id"], options["assignors"]) == ("g", ["range", "cooperative-sticky"])
+    strategy = {"partition.assignment.strategy": "cooperative-sticky , range"}
+    assert consumer_options(strategy)["assignors"] == ["cooperative-sticky", "range"]
+    for wrong in ("", "mine", "range,mine"):
+        with pytest.raises(errors.InvalidConfig, match="takes names of range"):
+            consumer_options({"partition_assignment_strategy": wrong})
+    with pytest.raises(errors.InvalidConfig, match="needs a group_id"):
+        consumer_options({"group_instance_id": "1"})
+    with pytest.raises(errors.InvalidConfig, match="less than session_timeout_ms"):
+        consumer_options({"session_timeout_ms": 1_000})
 
 
 def test_a_broker_that_is_behind_takes_nothing_away() -> None:

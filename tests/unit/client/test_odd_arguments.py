@@ -71,7 +71,10 @@ GOOD: dict[type, dict[str, dict[str, Any]]] = {
         "transaction": TIMED,
     },
     Consumer: {
-        "subscribe": {"topics": ["t"], "pattern": None},
+        "subscribe": {
+            "topics": ["t"], "pattern": None, "on_assigned": None, "on_revoked": None,
+            "on_lost": None,
+        },
         "unsubscribe": {},
         "assign": {"partitions": [T0]},
         "assignment": {},

@@ -157,7 +157,9 @@ CONSUMER_CALLS: dict[str, Callable[[Any], Any]] = {
     "close": lambda c: assigned(c, c.close),
     "__enter__": left,
     "__exit__": left,
-    **{name: transacting(name) for name in ("commit", "committed", "group_metadata")},
+    "commit": lambda c: c.commit({T0: 1}, timeout_s=S),
+    "committed": lambda c: c.committed(T0, timeout_s=S),
+    "group_metadata": lambda c: c.group_metadata(),
 }
 
 QUORUM: dict[str, Callable[[Any], Any]] = {
