@@ -111,6 +111,7 @@ class Run:
             "clock_grace_ms": GRACE_MS,
             "remote_fetch_max_wait_ms": 2_000,
             "tier_retry_backoff_ms": 50,
+            "tier_merge_interval_ms": 400,
             "cold_cache_bytes": 200_000,
             **self.options.server,
         }

@@ -42,6 +42,8 @@ T = TypeVar("T")
 
 #: Disk name by role: for DIR/metadata of a controller and for a broker's data directory.
 DISKS = {CONTROLLER: "meta", BROKER: "d1"}
+#: Files that a tier process merges into one: tables of the simulator have few files.
+MERGED_FILES = 2
 RESTART_MS = (20, 800)
 
 
@@ -252,6 +254,7 @@ class SimMachine:
             broker_address=str(self.run.server["listen"]),
             log=NodeLog(process.name, cluster),
         )
+        process.node.merger.run_files = MERGED_FILES
         await process.node.start()
 
     def _view(self, path: str) -> tuple[Storage, str]:

@@ -75,6 +75,7 @@ WORLD_GENERIC = {
     "pk.client.produce_engine",
     "pk.client.transaction_engine",
     "pk.tiering.file_checker",
+    "pk.tiering.file_merger",
     "pk.tiering.log_reading",
     "pk.tiering.reader",
     "pk.tiering.refill",

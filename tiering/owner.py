@@ -245,6 +245,11 @@ class Owner:
         """Returns why the table is currently not written to."""
         return self._state.problem
 
+    @property
+    def leased(self) -> bool:
+        """Returns whether a maintenance job holds the lease of the table (C5)."""
+        return self._state.lease_token > 0
+
     def step(self, event: OwnerEvent, now_ms: int) -> Sequence[Effect]:
         """Applies one event and returns its effects; nothing else changes the state."""
         effects: list[Effect] = []

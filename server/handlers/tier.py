@@ -47,6 +47,7 @@ _FOR_TIER = (
     "segment_bytes",
     "tier_file_bytes",
     "tier_max_lag_ms",
+    "tier_small_file_bytes",
 )
 
 

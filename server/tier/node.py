@@ -31,6 +31,7 @@ from pk.backoff import Backoff, equal_jitter
 from pk.server.tier.resolver import BatchResolver, TableReader
 from pk.tasks import TaskRegistry
 from pk.tiering.damage import range_of
+from pk.tiering.file_merger import FileMerger
 from pk.tiering.objects import ObjectStore
 from pk.tiering.owner import OwnerSettings
 from pk.tiering.plan import partition_state
@@ -111,6 +112,14 @@ class TierNode:
         self._broker = Caller(world.network, world.clock, broker_address, hello)
         self._session = ("", 0)
         self._resolver = self._resolver_of(evidence)
+        self.merger = FileMerger(
+            world,
+            store,
+            executors.upload,
+            self.worker,
+            int(run.server["tier_merge_interval_ms"]),
+            self._bug,
+        )
 
     @property
     def address(self) -> str:
@@ -182,6 +191,7 @@ class TierNode:
     async def _run(self) -> None:
         await self._probe()
         self._tasks.spawn(self._report())
+        self._tasks.spawn(self.merger.run())
         if self._metrics is not None:
             self._tasks.spawn(self._count(self._metrics))
         await self._poll()
