@@ -270,7 +270,9 @@ class LogAppender:
         full = extent.size + header.length > config.segment_bytes
         span = base + header.last_offset_delta - self.tail.base_offset > SPAN_MAX
         if full or span or now_ms - extent.first_append_ms >= config.segment_ms:
-            self._roll(plan, base)
+            # Not at `base`: in a copy of a cleaned log offsets may be missing in front of it, and
+            # segments join without a gap (log/swap W3).
+            self._roll(plan, self.log_end)
 
     def _roll(self, plan: WritePlan, base: int) -> None:
         old = self.tail

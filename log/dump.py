@@ -12,7 +12,7 @@ from typing import Any
 from crc32c import crc32c
 
 from pk import errors
-from pk.log import aborted, checkpoints, columns, control_rows, epochs, identity, index
+from pk.log import aborted, checkpoints, columns, control_rows, epochs, identity, index, swap
 from pk.log import batch as batches
 from pk.log.batch import HEADER_BYTES, Header
 from pk.log.damage import ReadAt
@@ -27,6 +27,7 @@ CHECKPOINTS = (
     HIGH_WATERMARKS,
     LOG_STARTS,
     LOCAL_STARTS,
+    swap.FILE,
     identity.PARTITION_FILE,
     identity.IDENTITIES,
 )
@@ -58,6 +59,15 @@ def dump(kind: str, read: ReadAt, size: int, *, records: bool = False) -> Iterat
             yield from _snapshot(raw)
         elif kind == epochs.FILE:
             yield from (entry._asdict() for entry in epochs.LeaderEpochs.decode(raw).entries)
+        elif kind == swap.FILE:
+            found = swap.decode(raw)
+            yield {"cleaned_end": found.cleaned_end}
+            for each in found.replacements:
+                yield {
+                    "swap": found.tail,
+                    "base_offset": each.base_offset,
+                    "replaces": each.replaces,
+                }
         elif kind == identity.PARTITION_FILE:
             yield _identity(identity.decode(raw, kind))
         elif kind == identity.IDENTITIES:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from pk import errors
 from pk.log import batch as batches
-from pk.log import damage
+from pk.log import damage, swap
 from pk.log.batch import HEADER_BYTES, Header
 from pk.log.damage import CHUNK_BYTES, UNKNOWN, Damage, span
 from pk.log.damaged_ranges import FAR, epochs_of, survey_log
@@ -53,7 +53,8 @@ def look(
     and that it began at `local_start` or below.
     """
     found: list[Finding] = []
-    surveyed = survey_log(storage, path, trusted=trusted, dense=True)
+    cleaned = storage.exists(f"{path}/{swap.FILE}")  # offsets of removed records are missing
+    surveyed = survey_log(storage, path, trusted=trusted, dense=not cleaned)
     first = surveyed[0][0].base_offset if surveyed else floor
     missing = damage.missing_in_front(local_start, first)
     if missing is not None:

@@ -10,7 +10,7 @@ import pytest
 from pk import errors
 from pk.compaction.cleaning_job import CleaningJob, CleaningResult, swap_of
 from pk.log import batch as batches
-from pk.log import swap
+from pk.log import dump, repair, swap
 from pk.log.segment import CLEANED
 from pk.log.swap import Replacement, Swap
 from pk.sim.disk import Crashed
@@ -273,3 +273,21 @@ def test_a_full_disk_at_any_point_leaves_a_log_that_serves() -> None:
         assert (log.log.log_end, log.records()) == (end, rows)
         assert not [name for name in names(log) if name.endswith(CLEANED)]
     assert pending
+
+
+def test_the_checkpoint_can_be_dumped() -> None:
+    made = Swap(70, ".c.cleaned", (Replacement(0, (0, 10)),))
+    raw = swap.encode(made)
+    kind = dump.kind_of(swap.FILE)
+    assert kind is not None
+    assert list(dump.dump(kind, lambda at, size: raw[at : at + size], len(raw))) == [
+        {"cleaned_end": 70},
+        {"swap": ".c.cleaned", "base_offset": 0, "replaces": (0, 10)},
+    ]
+
+
+def test_removed_offsets_are_no_damage_for_a_repair() -> None:
+    log, job, result = written()
+    log.put_in_place(job, result)
+    log.log.close()
+    assert repair.look(log.storage, PATH, trusted=True, floor=log.log.log_end) == []
