@@ -4,6 +4,7 @@ Checked
   V24  A batch becomes visible once and whole.  Of a committed batch, a read_committed reader from
        offset 0 gets each planned row exactly once.  The rows are those of attempts that a single
        call of commit named.  Of any other batch the reader gets all rows or none (rules X5, X7).
+       As in V19, a row above the last stable offset is in the log and not visible yet.
   V25  A batch is committed once.  A coordinator keeps each committed batch with its sums while it
        is among the newest 100, the last committed batch never goes back, and one transaction
        commits a batch.  At most one call of commit hears "committed", all others hear "already
@@ -36,8 +37,11 @@ def without_jobs(history: JobHistory, rows: Rows) -> Rows:
     }
 
 
-def check_jobs(history: JobHistory, committed: Rows) -> None:
-    """Check V24, V21 and V7 on the rows of the last read_committed reader."""
+def check_jobs(history: JobHistory, committed: Rows, waiting: Container[RecordId] = ()) -> None:
+    """Check V24, V21 and V7 on the rows of the last read_committed reader.
+
+    `waiting`: the records above the last stable offsets (transaction_checkers.waiting_records).
+    """
     found: dict[tuple[str, int], dict[RecordId, Attempt]] = {}
     for place, rows in committed.items():
         mine = [row for row in rows if row.id in history.ids]
@@ -57,17 +61,23 @@ def check_jobs(history: JobHistory, committed: Rows) -> None:
             _check_order(history, place, mine)
     for batch in history.batches():
         if not history.may_be_torn(batch):
-            _check_batch(history, batch, found.get((batch.job, batch.number), {}))
+            _check_batch(history, batch, found.get((batch.job, batch.number), {}), waiting)
 
 
 def _check_batch(
-    history: JobHistory, batch: PlannedBatch, found: Mapping[RecordId, Attempt]
+    history: JobHistory,
+    batch: PlannedBatch,
+    found: Mapping[RecordId, Attempt],
+    waiting: Container[RecordId],
 ) -> None:
-    """Check the visible rows of one batch."""
+    """Check the visible rows of one batch.
+
+    A row that waits for the last stable offset is neither there nor missing.
+    """
     what = f"batch {batch.number} of {batch.job}"
     first = [ask for ask in batch.asks if ask.answer is Answer.COMMITTED]
     require(len(first) <= 1, "V25", "{}: committed by each of {}", what, first)
-    missing = [row.id for row in batch.rows if row.id not in found]
+    missing = [row.id for row in batch.rows if row.id not in found and row.id not in waiting]
     require(not (found and missing), "V24", "{}: torn, {} without {}", what, list(found), missing)
     require(not (batch.committed and missing), "V24", "{}: committed, without {}", what, missing)
     if not found:

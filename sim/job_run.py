@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from pk.sim.job_checkers import check_decisions, check_jobs, without_jobs
 from pk.sim.job_history import JobHistory
 from pk.sim.job_tasks import JobClient
 from pk.sim.jobs import JobWorkload
-from pk.sim.oracle import Oracle
+from pk.sim.oracle import Oracle, RecordId
 from pk.sim.transaction_checkers import Rows
 from pk.sim.transaction_samples import TransactionSamples
 from pk.sim.transactions import TransactionClient
@@ -45,9 +47,12 @@ class JobRuns:
         """Return the rows that no job has planned."""
         return without_jobs(self._history, rows)
 
-    def judge(self, committed: Rows) -> None:
-        """Check everything that is known at the end."""
-        check_jobs(self._history, committed)
+    def judge(self, committed: Rows, waiting: Container[RecordId]) -> None:
+        """Check everything that is known at the end.
+
+        `waiting`: the records above the last stable offsets.
+        """
+        check_jobs(self._history, committed, waiting)
         self._samples.histories.compare(self._history)
         check_decisions(self._history, self._samples.decisions)
 

@@ -304,7 +304,7 @@ class Observer:
                 require(committed, "V15", words, machine.name, used)
             # runs after every event: no calls, no new objects
             for key, partition in partitions.items():
-                log, leader = partition.log, partition.leader
+                local, leader = partition.log._local, partition.leader
                 known = partition._leader_watermark if leader is None else leader.high_watermark
                 last = seen.get(key)
                 if (
@@ -312,10 +312,11 @@ class Observer:
                     or last[0] is not leader
                     or last[1] is not partition.replica
                     or last[2] != known
-                    or last[3] != log.written_end
-                    or last[4] != log.log_start
-                    or last[5] is not log._local.segments
+                    or last[3] != local.written_end
+                    or last[4] != local.log_start
+                    or last[5] is not local.segments
                 ):
+                    log = partition.log
                     self._count_cuts(last, log)
                     seen[key] = (
                         leader,

@@ -205,11 +205,12 @@ class TransactionRun:
     def judge(self, committed: Rows, uncommitted: Rows, table_of: TableOf) -> int:
         """Check everything that is known at the end; return the number of rows in tables."""
         self.samples.look()
-        if self.jobs is not None:
-            self.jobs.judge(committed)
-        plain = committed if self.jobs is None else self.jobs.without_jobs(committed)
         stable = self._read_ends[True]
-        check_transactions(self.history, plain, waiting_records(uncommitted, stable))
+        waiting = waiting_records(uncommitted, stable)
+        if self.jobs is not None:
+            self.jobs.judge(committed, waiting)
+        plain = committed if self.jobs is None else self.jobs.without_jobs(committed)
+        check_transactions(self.history, plain, waiting)
         check_superset(committed, uncommitted)
         for check in self._readers:
             last = committed if check.committed else uncommitted

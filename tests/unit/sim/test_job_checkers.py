@@ -106,6 +106,16 @@ def test_a_batch_appears_as_often_as_it_is_committed(bench: Bench) -> None:
     bench.refused("V24")
 
 
+def test_a_row_above_the_last_stable_offset_is_not_missing(bench: Bench) -> None:
+    batch = bench.batch()
+    named = bench.attempts(batch)
+    bench.ask(batch, named, Answer.COMMITTED)
+    bench.appear(named, without=1)
+    bench.refused("V24")
+    (last,) = [row.id for row in batch.rows if row.id not in {r.id for r in bench.rows[PLACE]}]
+    check_jobs(bench.history, bench.rows, {last})
+
+
 def test_rows_of_attempts_that_no_commit_names_are_refused(bench: Bench) -> None:
     batch = bench.batch()
     one, two = bench.attempts(batch), bench.attempts(batch)
