@@ -243,6 +243,13 @@ def test_one_transaction_commits_a_batch() -> None:
         check.committed("n2", JOB, 4, 10)
 
 
+def test_no_history_is_expected_of_a_coordinator_that_lost_decisions(bench: Bench) -> None:
+    batch = bench.batch()
+    batch.committed = True
+    bench.lost[STATE] = batch.began_ms - 1
+    HistoriesCheck().compare(bench.history)
+
+
 def test_a_heard_commit_is_in_the_history_with_the_planned_sums(bench: Bench) -> None:
     batch = bench.batch()
     batch.committed = True
