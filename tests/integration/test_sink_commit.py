@@ -1,4 +1,4 @@
-"""The driver's end of a Spark write on a real server, where an answer is lost (batch_commit E2)."""
+"""The driver's end of a Spark write on a real server (sparkconnector/batch_commit E2)."""
 
 from __future__ import annotations
 
