@@ -20,6 +20,7 @@ from google.protobuf.message import Message
 from pk import errors
 from pk.backoff import Backoff, client_jitter
 from pk.client.network_client import NetworkClient
+from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 from pk.world import World
 
@@ -86,9 +87,29 @@ class CoordinatorCalls:
                 f"{name} of {self._key!r}: no outcome within {timeout_ms} ms{why}"
             ) from problem
 
-    def look_up_again(self) -> None:
-        """Find the coordinator again with the next call: a part of a reply said so."""
-        self._address = None
+    async def call_of_one(self, request: Message, timeout_ms: int) -> Any:
+        """Return the reply to a request about this group alone.  If it has a list of groups, that
+        list has one.
+
+        Raises the error of the group; retriable ones are retried.
+        """
+        deadline_ms = self._world.clock.monotonic_ms() + timeout_ms
+        backoff = Backoff(BACKOFF_MS, client_jitter(self._world.rng))
+        while True:
+            left_ms = max(1, deadline_ms - self._world.clock.monotonic_ms())
+            reply = await self.call(request, left_ms)
+            groups = getattr(reply, "groups", None)
+            if groups is None:
+                return reply
+            if len(groups) != 1:
+                raise errors.InternalError(f"{len(groups)} results came for one request")
+            if not groups[0].HasField("error"):
+                return reply
+            error = frames.raise_error(groups[0].error)
+            if not error.retriable or self._world.clock.monotonic_ms() >= deadline_ms:
+                raise error
+            self._address = None  # a part of the reply says so
+            await self._world.clock.sleep_ms(backoff.next_ms())
 
     async def _attempt(self, request: Message) -> Message:
         if self._address is None:

@@ -433,8 +433,8 @@ class GroupMembership:
         request = wire.OffsetFetchRequest()
         request.groups.add(group_id=self.group_id, topics=self._by_topic(places))
         keys = {self._cluster.metadata.key(place): place for place in places}
-        reply = await self._offsets_of(request, timeout_ms)
-        for topic in reply.topics:
+        reply = await self._calls.call_of_one(request, timeout_ms)
+        for topic in reply.groups[0].topics:
             for row in zip(
                 topic.partitions, topic.offsets, topic.metadata, topic.leader_epochs, strict=True
             ):
@@ -442,24 +442,6 @@ class GroupMembership:
                 if place is not None and row[1] >= 0:
                     found[place] = OffsetAndMetadata(*row[1:])
         return found
-
-    async def _offsets_of(
-        self, request: wire.OffsetFetchRequest, timeout_ms: int
-    ) -> wire.FetchedOffsets:
-        """Return the offsets of the group; asks again while its coordinator is being found."""
-        deadline_ms = self._world.clock.monotonic_ms() + timeout_ms
-        backoff = Backoff(BACKOFF_MS, client_jitter(self._world.rng))
-        while True:
-            left_ms = max(1, deadline_ms - self._world.clock.monotonic_ms())
-            reply: wire.OffsetFetchReply = await self._calls.call(request, left_ms)
-            (found,) = reply.groups
-            if not found.HasField("error"):
-                return found
-            error = frames.raise_error(found.error)
-            if not error.retriable or self._world.clock.monotonic_ms() >= deadline_ms:
-                raise error
-            self._calls.look_up_again()
-            await self._world.clock.sleep_ms(backoff.next_ms())
 
     async def commit(
         self, offsets: Mapping[TopicPartition, OffsetAndMetadata], timeout_ms: int

@@ -23,6 +23,13 @@ from pk.client.admin.cluster import ClusterCalls, ClusterDescription, NodeLevel
 from pk.client.admin.configs import ConfigCalls, ConfigEntry
 from pk.client.admin.connection import AdminConnection
 from pk.client.admin.described import OpenTransaction, PartitionDescription, TierDescription
+from pk.client.admin.groups import (
+    GroupCalls,
+    GroupDescription,
+    GroupListing,
+    GroupListings,
+    MemberDescription,
+)
 from pk.client.admin.offsets import SPECIAL_OFFSETS, OffsetCalls
 from pk.client.admin.prepared_batches import AwaitedTable
 from pk.client.admin.quorum import QuorumCalls, QuorumDescription, QuorumReplica
@@ -45,6 +52,10 @@ from pk.types import TopicPartition
 
 __all__ = [
     "AdminClient",
+    "GroupDescription",
+    "GroupListing",
+    "GroupListings",
+    "MemberDescription",
     "NewTopic",
     "TopicResult",
     "TopicListing",
@@ -123,6 +134,7 @@ class AdminClient:
         self._quorum = QuorumCalls(self._connection)
         self._tier = TierCalls(self._connection)
         self._transactions = TransactionCalls(self._connection)
+        self._groups = GroupCalls(self._connection)
 
     # -- topics ------------------------------------------------------------------------------------
 
@@ -367,6 +379,51 @@ class AdminClient:
         missing, and readers skip them.  Returns a result for each partition.
         """
         return self._tier.accept_tier(topic, timeout_s)
+
+    # -- consumer groups ---------------------------------------------------------------------------
+
+    def list_groups(
+        self, states: Iterable[str] = (), *, timeout_s: float = TIMEOUT_S
+    ) -> GroupListings:
+        """Return the consumer groups that all coordinators know, by id.
+
+        states: "Empty", "PreparingRebalance", "CompletingRebalance" or "Stable"; empty = all.
+        Coordinators that load, and brokers that do not answer, are named in the result.
+        """
+        return self._groups.list_groups(states, timeout_s)
+
+    def describe_group(self, group_id: str, *, timeout_s: float = TIMEOUT_S) -> GroupDescription:
+        """Describe a group with its members.  Raises `GroupIdNotFound`."""
+        return self._groups.describe_group(group_id, timeout_s)
+
+    def group_offsets(
+        self, group_id: str, *, timeout_s: float = TIMEOUT_S
+    ) -> dict[TopicPartition, int]:
+        """Return every committed offset of a group; {} for an unknown group.
+
+        A deleted topic has its id as its name.
+        """
+        return self._groups.group_offsets(group_id, timeout_s)
+
+    def alter_group_offsets(
+        self,
+        group_id: str,
+        offsets: Mapping[TopicPartition, int],
+        *,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        """Set committed offsets of a group without members.
+
+        Raises `NonEmptyGroup`, `UnknownTopicOrPartition`.
+        """
+        self._groups.alter_group_offsets(group_id, offsets, timeout_s)
+
+    def delete_group(self, group_id: str, *, timeout_s: float = TIMEOUT_S) -> None:
+        """Delete a group without members, with its offsets.
+
+        Raises `GroupIdNotFound`, `NonEmptyGroup`.
+        """
+        self._groups.delete_group(group_id, timeout_s)
 
     # -- transactions ------------------------------------------------------------------------------
 

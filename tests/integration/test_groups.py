@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_cluster import close, until
+from real_cluster import close, run, until
 
 from pk import AdminClient, Consumer, Producer, TopicPartition, errors
 from pk.cli.embedded import EmbeddedCluster, EmbeddedServer
@@ -169,8 +169,8 @@ def test_a_zombie_does_not_commit(server: EmbeddedServer, topic: str) -> None:
     options = {**OPTIONS, "group_id": topic, "max_poll_interval_ms": 1_500}
     place = TopicPartition(topic, 0)
     with Consumer(server.address, auto_offset_reset="earliest", **options) as zombie:
-        lost: list[TopicPartition] = []
-        zombie.subscribe(topic, on_lost=lost.extend)
+        gone: list[TopicPartition] = []
+        zombie.subscribe(topic, on_revoked=gone.extend)
         until(lambda: zombie.poll(timeout_s=0.1) or len(zombie.assignment()) == PARTITIONS)
         old = zombie.group_metadata()
         with Consumer(server.address, **options) as other:
@@ -185,7 +185,7 @@ def test_a_zombie_does_not_commit(server: EmbeddedServer, topic: str) -> None:
             assert heartbeat_and_commit(server.address, who, place) == [errors.UnknownMemberId] * 2
             assert other.committed(place) == 5
             zombie.poll(timeout_s=0.1)
-            assert len(lost) == PARTITIONS
+            assert len(gone) == PARTITIONS
 
 
 def test_a_consumer_continues_where_its_group_has_committed(
@@ -194,7 +194,7 @@ def test_a_consumer_continues_where_its_group_has_committed(
     """Closing commits what was returned, not what was fetched ahead."""
     produce(server.address, topic, 10)
     seen: list[tuple[int, int]] = []
-    for _ in range(3):
+    while len(seen) < 10 * PARTITIONS:  # each poll returns at most a third
         with Consumer(
             server.address, group_id=topic, auto_offset_reset="earliest", max_poll_records=20,
             **OPTIONS,
@@ -203,6 +203,44 @@ def test_a_consumer_continues_where_its_group_has_committed(
             records = until(lambda it=consumer: it.poll(timeout_s=0.5))
             seen += [(record.partition, record.offset) for record in records]
     assert sorted(seen) == sorted(all_of(10)), "each record once"
+
+
+def test_a_group_is_shown_reset_and_deleted(server: EmbeddedServer, topic: str) -> None:
+    """`pk groups`: lag, a reset that only shows and one that acts, refusals while members live."""
+    produce(server.address, topic, 10)
+    where = ["--bootstrap", server.address]
+    with Consumer(
+        server.address, group_id=topic, auto_offset_reset="earliest", client_id="me", **OPTIONS
+    ) as consumer:
+        consumer.subscribe(topic)
+        count = 0
+        while count < 10 * PARTITIONS:
+            count += len(consumer.poll(timeout_s=0.5))
+        consumer.commit({TopicPartition(topic, 0): 4})
+        listed = json.loads(run(["groups", "list", "--state", "Stable", "--json", *where]))
+        assert topic in [each["group_id"] for each in listed["groups"]]
+        found = json.loads(run(["groups", "describe", topic, "--json", *where]))
+        assert [each["client_id"] for each in found["members"]] == ["me"]
+        assert found["offsets"][0]["lag"] == 6
+        assert found["offsets"][0]["member"] == found["members"][0]["member_id"]
+        assert "cooperative" not in run(["groups", "describe", topic, *where])
+        with AdminClient(server.address) as admin:
+            with pytest.raises(errors.NonEmptyGroup):
+                admin.delete_group(topic)
+            with pytest.raises(errors.NonEmptyGroup):
+                admin.alter_group_offsets(topic, {TopicPartition(topic, 0): 0})
+    reset = ["groups", "reset-offsets", topic, "--topic", f"{topic}:0,1", "--shift-by", "-3"]
+    shown = json.loads(run([*reset, "--json", *where]))
+    assert [each["offset"] for each in shown["offsets"]] == [7, 7]
+    with AdminClient(server.address) as admin:
+        assert set(admin.group_offsets(topic).values()) == {10}
+        run([*reset, "--execute", *where])
+        assert sorted(admin.group_offsets(topic).values()) == [7, 7, 10, 10, 10, 10]
+        run(["groups", "reset-offsets", topic, "--all-topics", "--to-latest", "--execute", *where])
+        assert set(admin.group_offsets(topic).values()) == {10}
+        run(["groups", "delete", topic, *where])
+        with pytest.raises(errors.GroupIdNotFound):
+            admin.describe_group(topic)
 
 
 def test_the_group_goes_on_when_its_coordinator_dies(tmp_path: Path) -> None:

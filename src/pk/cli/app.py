@@ -35,6 +35,7 @@ COMMANDS: Mapping[str, str] = {
     "produce": "send lines to a topic",
     "consume": "print the records of a topic",
     "perf": "measure produce and consume against a running server",
+    "groups": "list, describe and delete consumer groups, reset their offsets",
     "transactions": "list, describe, abort and forget transactions, find hanging ones",
     "quorum": "describe the metadata quorum, add and remove controllers",
     "log": "print segments, indexes, snapshots and checkpoints for people",

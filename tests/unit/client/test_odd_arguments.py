@@ -131,6 +131,11 @@ GOOD: dict[type, dict[str, dict[str, Any]]] = {
         "repair_tier": {"topic": "t", **TIMED},
         "accept_tier": {"topic": "t", **TIMED},
         "describe_metadata_quorum": TIMED,
+        "list_groups": {"states": ["Stable"], **TIMED},
+        "describe_group": {"group_id": "g", **TIMED},
+        "group_offsets": {"group_id": "g", **TIMED},
+        "alter_group_offsets": {"group_id": "g", "offsets": {T0: 1}, **TIMED},
+        "delete_group": {"group_id": "g", **TIMED},
         "list_transactions": {
             "states": ["Ongoing"], "producer_ids": [1], "open_longer_ms": 1, **TIMED,
         },
