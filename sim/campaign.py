@@ -486,6 +486,10 @@ class Run:
         left = sum(file.rows for file in files if file.max_offset < counters.start)
         if counters.rows - counters.removed != len(rows) - left:
             raise Violation(f"V9: {topic.name}-{partition}: {counters}, but {len(rows)} rows")
+        live = [file.path for file in files if file.max_offset >= counters.start]
+        total = self.cluster.store.row_sum(topic.name, topic.topic_id, live)
+        if total != (counters.sum - counters.removed_sum) % layout.SUM_MODULUS:  # T2
+            raise Violation(f"V9: {topic.name}-{partition}: {counters}, but row sum {total}")
 
     def _table_rows(self, topic: str, topic_id: str, partition: int) -> Iterator[ReadRow]:
         snapshot = self.cluster.store.snapshot(topic, topic_id)

@@ -28,7 +28,8 @@ Checked
   V7  The records of an idempotent producer stand in send order (rule L6).
   V8  Where acknowledged records may be lost (an era ended), only a suffix is lost: the survivors of
       an era are a prefix of it.
-  V9  The table holds each offset of [start, end) exactly once, with the record of the log.
+  V9  The table holds each offset of [start, end) exactly once, with the record of the log.  Rows
+      and row sums of its live files are those of its counters (T2).
 """
 
 from __future__ import annotations

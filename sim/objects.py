@@ -26,12 +26,16 @@ import random
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from pk import errors
 from pk.sim.world import SimClock, SimWorld
-from pk.tiering import layout
+from pk.tiering import layout, rowhash
 from pk.tiering.data_files import DataFile
 from pk.tiering.footers import footer_size
 from pk.tiering.objects import Buffer, MemoryStore, ObjectInfo
+from pk.tiering.row_groups import canonical
 from pk.tiering.table import Commit, MayDelete, MemoryTables, Snapshot, always, moved
 from pk.types import TopicId
 
@@ -158,6 +162,18 @@ class SimObjects:
         """Return the newest version of a table, without delay or damage."""
         state = self.tables.state(f"{self.url}/{layout.table_path(topic, topic_id)}")
         return None if state is None else state.versions[-1]
+
+    def row_sum(self, topic: str, topic_id: TopicId, paths: Iterable[str]) -> int:
+        """Return the sum of the row hashes of files of a table, modulo 2^63."""
+        total, home = 0, layout.table_path(topic, topic_id)
+        for path in paths:
+            raw = pa.BufferReader(self.memory.objects[f"{home}/{path}"])
+            # without Arrow's threads, as in the campaign's own reads
+            with pq.ParquetFile(raw, pre_buffer=False) as file:
+                for number in range(file.num_row_groups):
+                    rows = canonical(file.read_row_group(number, use_threads=False))
+                    total += rowhash.row_sum(rows)
+        return total % layout.SUM_MODULUS
 
     def optimize(self, topic: str, topic_id: TopicId) -> bool:
         """Move the rows of one file to a file of another name, like another engine's OPTIMIZE."""

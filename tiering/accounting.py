@@ -21,7 +21,8 @@ Invariants
   N5  From `:start` to `first`, whole files hold every offset, so no row is missing there.
   N6  Unless rows are missing, the row hashes of the live files add up to sum - removed_sum.  What
       is counted as removed is summed at the same time.  If its sum cannot be known (rows that were
-      missing, or that an earlier build removed), removed_sum is set to sum - the live files' sums.
+      missing, in a damaged file, or removed by an earlier build), removed_sum is set to sum - the
+      live files' sums.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ from pk import errors
 from pk.tiering.data_files import DataFile
 from pk.tiering.layout import SUM_MODULUS, PartitionCounters, parse_written_path
 from pk.types import NONE, Offset
+
+#: The row sum of a file that cannot be read.
+UNREADABLE = -1
 
 
 class SnapshotView(Protocol):
@@ -227,7 +231,8 @@ def settled(
     if found is not None and ((found.missing > 0 and found.below <= start) or found.settles):
         moved = moved._replace(removed=moved.removed + found.missing)
         return rebased(files, moved, sums)
-    if counters.removed and not counters.removed_sum:
+    unsummed = counters.removed and not counters.removed_sum  # by an earlier build
+    if unsummed or any(row_sum_of(file, sums or {}) == UNREADABLE for file in passed):
         return rebased(files, moved, sums) if left else moved
     removed_sum = (counters.removed_sum + total_sum(passed, sums or {})) % SUM_MODULUS
     return moved._replace(removed_sum=removed_sum)
@@ -250,8 +255,8 @@ def row_sum_of(file: DataFile, sums: Mapping[str, int]) -> int | None:
 
 
 def total_sum(files: Iterable[DataFile], sums: Mapping[str, int]) -> int:
-    """Returns the sum of the row hashes of the files; a file of unknown sum counts 0."""
-    return sum(row_sum_of(file, sums) or 0 for file in files) % SUM_MODULUS
+    """Returns the sum of the row hashes of the files; a file of unknown sum or damaged counts 0."""
+    return sum(max(0, row_sum_of(file, sums) or 0) for file in files) % SUM_MODULUS
 
 
 def unsummed(
@@ -262,8 +267,11 @@ def unsummed(
     settles = found is not None and (found.settles or (found.missing > 0 and found.below <= start))
     passed = [file for file in files if counters.start <= file.max_offset < start]
     needed = passed
-    if settles or (passed and counters.removed and not counters.removed_sum):
-        needed = [file for file in files if file.max_offset >= start]
+    unknown = counters.removed and not counters.removed_sum
+    unknown = unknown or any(row_sum_of(file, sums) == UNREADABLE for file in passed)
+    if settles or (passed and unknown):
+        live = [file for file in files if file.max_offset >= start]
+        needed = live if settles or not any(row_sum_of(f, sums) is None for f in passed) else passed
     return [file for file in needed if row_sum_of(file, sums) is None]
 
 

@@ -132,7 +132,7 @@ class Vacuumed:
 
 @dataclass(slots=True)
 class RowsSummed:
-    """Event: answer to `SumRows`: row sums by path, 0 for a file that cannot be read."""
+    """Event: answer to `SumRows`: row sums by path (`accounting.UNREADABLE` for a damaged file)."""
 
     sums: Mapping[str, int]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from pk import errors
+from pk.tiering.accounting import UNREADABLE
 from pk.tiering.data_files import DataFile
 from pk.tiering.reader import TablePartition, TierReader
 from pk.tiering.table import Snapshot
@@ -17,7 +18,7 @@ async def row_sums(
     files: Sequence[DataFile],
     damage_found: Callable[[DataFile, errors.DamagedTierFile], None],
 ) -> dict[str, int]:
-    """Reads whole files and returns their row sums by path; 0 for a file that is damaged."""
+    """Reads whole files and returns their row sums by path; `UNREADABLE` for a damaged file."""
     sums: dict[str, int] = {}
     for file in files:
         try:
@@ -25,6 +26,6 @@ async def row_sums(
                 TablePartition(home, file.partition, snapshot), file
             )
         except errors.DamagedTierFile as error:
-            sums[file.path] = 0
+            sums[file.path] = UNREADABLE
             damage_found(file, error)
     return sums

@@ -284,7 +284,7 @@ SERVER = Options(
         Option("tier_timeout_ms", int, 10_000, "deadline of one store call", "ms", 100),
         Option("tier_retry_backoff_ms", int, 500,
                "first wait after a failed store call; doubles up to 30 s", "ms", 1),
-        Option("tier_merge_interval_ms", int, 60_000,
+        Option("tier_merge_interval_ms", int, 300_000,
                "small files of each table are merged in one commit at this interval", "ms", 100),
         Option("tier_vacuum_interval_ms", int, DAY_MS,
                "how often files that a tier table no longer names are deleted; 0 = never", "ms", 0),

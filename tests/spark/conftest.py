@@ -36,9 +36,13 @@ class Cluster:
         self.admin = AdminClient(server.address)
 
     def topic(self, partitions: int = 1, **configs: Any) -> str:
-        """Create a new topic with a name of its own; its records are of 2013 and do not expire."""
+        """Create a new topic with a name of its own; its records are of 2013 and do not expire.
+
+        Its small files are not merged: tests look at single files.
+        """
         name = f"topic-{next(_numbers)}"
-        self.admin.create_topic(name, partitions, {"retention_ms": -1, **configs})
+        defaults = {"retention_ms": -1, "tier_small_file_bytes": 0}
+        self.admin.create_topic(name, partitions, {**defaults, **configs})
         return name
 
     def fill(self, topic: str, count: int, **options: Any) -> None:

@@ -8,7 +8,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from pk import errors
+from pk import TopicPartition, errors
 from pk.cli import maintenance as command
 from pk.client.maintenance_lease import MaintenanceLease
 from pk.sparkconnector.maintenance import audit, optimize
@@ -98,6 +98,26 @@ def test_the_audit_finds_a_damaged_file_and_rows_that_another_engine_deleted(
     said = json.loads(capsys.readouterr().out)
     assert said["verdict"] == "damaged"
     assert "6 rows are missing" in said["partitions"][1]["problems"][0]
+
+
+def test_sums_add_up_after_an_outside_optimize_and_retention(spark, cluster) -> None:
+    """T2: the owner reads the file of the other engine before it counts its rows as removed."""
+    topic = filled(cluster, 2)
+    home = home_of(cluster, topic)
+    spark.sql(f"OPTIMIZE delta.`{home}` WHERE partition = 0")
+    report = audit(spark, cluster.address, topic, record=False)
+    assert (report.verdict, [each.files for each in report.partitions]) == ("ok", [1, 2])
+    cluster.fill(topic, 400)
+    tiered(cluster, topic)
+    end = cluster.admin.describe_tier(topic).partitions[0].end
+    cluster.admin.delete_records({TopicPartition(topic, 0): end - 20})
+    cluster.wait(
+        "retention removed the file of the other engine",
+        lambda: not any("part-" in path for path in files_of(cluster, topic)),
+    )
+    report = audit(spark, cluster.address, topic, record=False)
+    assert [each.problems for each in report.partitions] == [(), ()]
+    assert [each.notes for each in report.partitions] == [(), ()]
 
 
 def test_bad_input_has_a_typed_error_and_an_exit_code(spark, cluster, capsys) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from pk import errors
 from pk.effects import Effect, Publish, Respond, Send, SetTimer
-from pk.tiering import layout
+from pk.tiering import accounting, layout
 from pk.tiering import owner as owning
 from pk.tiering.data_files import DataFile
 from pk.tiering.layout import PartitionCounters
@@ -194,6 +194,18 @@ def test_a_file_whose_name_states_no_sum_is_read_before_it_is_removed() -> None:
     assert commit.counters[0] == PartitionCounters(
         10, 20, rows=20, sum=12, removed=10, removed_sum=7
     )
+
+
+def test_a_damaged_file_of_another_engine_holds_no_retention_up() -> None:
+    """T2: its sum cannot be known; the sums of the files that are left are."""
+    outside = DataFile("partition=0/part-1.parquet", 0, 0, 9, 0, 0, 10, 5)
+    on = snapshot(5, [outside, named(10, 20, 5)], end=20, rows=20, sum=12)
+    sums = {outside.path: accounting.UNREADABLE}
+    result = plan(on, [], {0: LogStart(10)}, sums)
+    assert result.unsummed == []
+    assert result.commit is not None
+    assert result.commit.removes == (outside.path,)
+    assert result.commit.counters[0].removed_sum == 12 - 5
 
 
 def test_a_deposed_leaders_log_start_moves_nothing() -> None:
