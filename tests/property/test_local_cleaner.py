@@ -18,11 +18,15 @@ SEEDS = st.integers(0, 2**32)
 SMALL = 2 * (ENTRY_BYTES + 17)
 
 
-def clean(log: CleanedLog, rng: random.Random) -> None:
-    """Clean the log, with options drawn at random."""
+def clean(log: CleanedLog, rng: random.Random, *, roomy: bool = False) -> None:
+    """Clean the log, with options drawn at random.
+
+    roomy: the memory suffices.  Otherwise it depends on the blocks how far a cleaning reaches
+    """
     log.now_ms += rng.choice([0, 30, 3 * RETENTION_MS, 200_000])
+    memory = rng.choice([1 << 20, 1 << 20, SMALL])
     log.clean(
-        memory=rng.choice([1 << 20, 1 << 20, SMALL]),
+        memory=1 << 20 if roomy else memory,
         settled_end=rng.choice([FAR, FAR, log.log.log_end // 2, 0]),
         clock=rng.random() < 0.8,
     )
@@ -119,7 +123,7 @@ def test_blocks_make_no_difference(seed: int) -> None:
             for _ in range(25):
                 random_step(log, rng)
                 if rng.random() < 0.15:
-                    clean(log, rng)
+                    clean(log, rng, roomy=True)
             found.append(log.raw())
         finally:
             local_cleaner.BLOCK_BYTES = before
