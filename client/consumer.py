@@ -556,15 +556,20 @@ class Consumer(GroupConsumer):
         callback.
         """
         self._thread.must_not_block()
-        if not self._closed and not self._one_thread.busy():
-            with contextlib.suppress(errors.PkError):
-                self._leave_group()
+        try:
+            if not self._closed and not self._one_thread.busy():
+                with contextlib.suppress(errors.PkError):
+                    self._give_up_all()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
         with self._ending:  # if several threads close, one does the work
             if self._closed:
                 return
             self._closed = True
         self._wakeup.set()
-        connection.end(self, self._thread, self._engine.close())
+        connection.end(self, self._thread, self._close_all())
 
     def __enter__(self) -> Consumer:
         return self
@@ -576,11 +581,6 @@ class Consumer(GroupConsumer):
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise errors.ClosedError("the consumer was closed")
-        self._thread.check_process()
 
     def _call(self, function: Any) -> Any:
         """Run a function of the engine on the loop's thread."""

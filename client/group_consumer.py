@@ -11,6 +11,7 @@ Invariants
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -29,6 +30,8 @@ from pk.client.waiting import OneThread, one_thread
 from pk.clock import monotonic_s
 from pk.types import TopicPartition
 
+#: How long `close` waits for its commit.
+CLOSE_S = 5.0
 #: A listener: it gets the partitions that are assigned, revoked or lost.
 Listener = Callable[[list[TopicPartition]], Any]
 
@@ -66,7 +69,9 @@ class GroupConsumer:
         return arguments.seconds(timeout_s)
 
     def _check_open(self) -> None:
-        raise NotImplementedError
+        if self._closed:
+            raise errors.ClosedError("the consumer was closed")
+        self._thread.check_process()
 
     def _next_record_of(self, place: TopicPartition) -> int | None:
         raise NotImplementedError
@@ -204,14 +209,16 @@ class GroupConsumer:
         if self._on_assigned is not None and not change.lost and (added or not gone):
             self._on_assigned(added)
 
-    def _give_up(self, member: GroupMembership, gone: list[TopicPartition]) -> None:
+    def _give_up(
+        self, member: GroupMembership, gone: list[TopicPartition], most_s: float = math.inf
+    ) -> None:
         """Call the listener, and commit what was returned of the partitions (H1)."""
         if self._on_revoked is not None:
             self._on_revoked(gone)
         if not self._options["enable_auto_commit"]:
             return
         positions = {place: each for place, each in self._positions().items() if place in gone}
-        seconds = self._options["request_timeout_ms"] / 1000
+        seconds = min(most_s, self._options["request_timeout_ms"] / 1000)
         try:
             self._thread.run(member.commit(positions, int(seconds * 1000)), seconds)
         except errors.ClosedError:
@@ -228,14 +235,25 @@ class GroupConsumer:
         self._fetch_buffer.purge()
 
     def _leave_group(self) -> None:
-        """Commit, call the listener and leave, as the consumer closes or takes other partitions."""
+        """Commit, call the listener and leave, as the consumer takes other partitions."""
+        member = self._membership
+        if member is not None and member.subscribed:
+            self._give_up_all()
+            self._thread.run(member.close())
+
+    async def _close_all(self) -> None:
+        if self._membership is not None:
+            await self._membership.close()
+        await self._engine.close()
+
+    def _give_up_all(self) -> None:
+        """Call the listener for every partition, and commit what was returned."""
         member = self._membership
         if member is None or not member.subscribed:
             return
         gone = self.assignment()
         if gone and member.change is None and member.problem is None:
-            self._give_up(member, gone)
-        self._thread.run(member.close())
+            self._give_up(member, gone, CLOSE_S)
 
 
 def _to_commit(

@@ -143,7 +143,13 @@ class GroupMembership:
             self._wake.set()
 
     async def close(self, *, leave: bool = True) -> None:
-        """Leave the group, unless the member is static, and stop."""
+        """Leave the group, unless the member is static, and stop.
+
+        A commit that is on its way ends first.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_MS / 1000), self._committing:
+                pass
         await self._tasks.close()
         self._running = False
         if leave and not self._options["group_instance_id"]:

@@ -264,7 +264,6 @@ class BrokerNode:
         core.scheduler.start()
         core.cleaner.start()
         core.coordinators.start()
-        core.groups.start()
         core.open_transactions.start()
         await self._until_unfenced()
         self._serving.set()

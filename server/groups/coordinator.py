@@ -127,10 +127,7 @@ class GroupCoordinators:
         self._clocks = clocks
         self._hosted: dict[int, _HostedGroups] = {}
         self._tasks = TaskRegistry(partial(env.bug, "a group coordinator"))
-
-    def start(self) -> None:
-        """Begin to look for sessions that have ended."""
-        self._tasks.spawn(self._ticks())
+        self._ticking = False  #: from the first partition on that this broker coordinates
 
     async def close(self) -> None:
         """End every host."""
@@ -151,6 +148,9 @@ class GroupCoordinators:
             del self._hosted[number]
             self._tasks.spawn(hosted.close())
         if epoch != NONE and number < PARTITIONS:
+            if not self._ticking:
+                self._ticking = True
+                self._tasks.spawn(self._ticks())
             self._tasks.spawn(self._load(self._host(partition, number, epoch)))
 
     def _host(self, partition: Partition, number: int, epoch: Epoch) -> _HostedGroups:
