@@ -510,7 +510,9 @@ class Owner:
     def _plan(self, snapshot: Snapshot, now_ms: int, effects: list[Effect]) -> None:
         state = self._state
         asked, later = self._split()
-        planned = plan(snapshot, asked, state.log_starts, state.sums, appends_first=state.took_rows)
+        planned = plan(
+            snapshot, asked, state.log_starts, state.sums, hand_overs_first=state.took_rows
+        )
         for item, error in planned.refused:
             effects.append(Respond(item.request, error))
         for item in planned.done:

@@ -15,9 +15,9 @@ Decision table for a hand-over of partition p (rules T3–T5); the first row tha
 A refusal names the table's end, so that the copier can continue from there.
 
 A version that takes rows away (rule T9, and a job whose removes change the data) holds no appends,
-so that a reader of the table's stream may skip it whole (rule T16).  `appends_first` is set after
-such a version: waiting appends then come before the next one, so that a constant retention does not
-hold them up.
+so that a reader of the table's stream may skip it whole (rule T16).  The two take turns.
+`hand_overs_first` is set after such a version: waiting hand-overs then come before retention, which
+may be constant.  After any other version, jobs that take rows away come before appends.
 
 A log start (rule T9) counts unless the table's claim is above the epoch of the leader that reported
 it.
@@ -140,20 +140,22 @@ def plan(
     log_starts: Mapping[int, LogStart],
     sums: Mapping[str, int] | None = None,
     *,
-    appends_first: bool = False,
+    hand_overs_first: bool = False,
     lease_newest: int = 0,
 ) -> Plan:
     """Returns the next commit on `snapshot`: log starts first (T9), then claims and hand-overs in
     order.
 
     sums: row sums of files whose names do not state them
-    appends_first: the version before took rows away; waiting appends come first (T16)
+    hand_overs_first: the version before took rows away; retention waits for hand-overs (T16)
     lease_newest: hand-overs of jobs with an older lease are refused (C5)
     """
     waiting = list(waiting)
     draft = _Draft(snapshot, sums or {})
     result = Plan(None)
-    removing = not (appends_first and any(_appends(item) for item in waiting))
+    removing = not (hand_overs_first and any(isinstance(i, Submission) for i in waiting))
+    if not hand_overs_first:
+        waiting.sort(key=lambda item: not (isinstance(item, Submission) and _takes_in(item)))
     for partition, start in log_starts.items():
         _move_start(draft, partition, start, removing)
     draft.takes_rows = bool(draft.removes)
@@ -175,6 +177,11 @@ def plan(
 def takes_rows(change: wire.CommitToTableRequest) -> bool:
     """Returns whether the hand-over removes files and changes the data (rule T16)."""
     return bool(change.removes) and change.data_change
+
+
+def _takes_in(item: Submission) -> bool:
+    """Returns whether a job hands over that rows leave the table."""
+    return item.change.lease_token > 0 and takes_rows(item.change)
 
 
 def _appends(item: Submission | Claim) -> bool:
@@ -361,6 +368,8 @@ def _checked(draft: _Draft, change: wire.CommitToTableRequest) -> dict[int, Part
     if change.lease_token:
         rewrites.check(draft.snapshot, change)
         draft.closed.update(after)
+    if change.lease_token or len(change.removes) > 1:
+        rewrites.check_starts(draft.snapshot, change, lambda p: draft.partition(p).start)
     if change.refill:
         _check_refill(draft, change)
         draft.closed.update(after)

@@ -8,6 +8,8 @@ on the newest version.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from pk import errors
 from pk.tiering import accounting
 from pk.tiering.data_files import DataFile
@@ -21,8 +23,8 @@ ACTIONS_MAX = 1_000
 
 
 def check(snapshot: Snapshot, change: wire.CommitToTableRequest) -> None:
-    """Raises `InvalidRequest` if the numbers of a hand-over contradict each other or the version,
-    `UnknownTierRange` if a file that it removes lies below the start of its partition meanwhile."""
+    """Raises `InvalidRequest` if the numbers of a hand-over contradict each other or the
+    version."""
     if not change.removes:
         raise errors.InvalidRequest("the hand-over of a job replaces files, and it names none")
     if len(change.adds) + len(change.removes) > ACTIONS_MAX:
@@ -36,10 +38,26 @@ def check(snapshot: Snapshot, change: wire.CommitToTableRequest) -> None:
         _check_partition(snapshot, change, counter)
 
 
+def check_starts(
+    snapshot: Snapshot, change: wire.CommitToTableRequest, start_of: Callable[[int], Offset]
+) -> None:
+    """Raises `UnknownTierRange` if a file that leaves lies wholly below the start of its partition.
+
+    Its rows are counted as removed.  In a file that also has later rows they would be live again.
+    `start_of`: the start of a partition after the version that is being planned.
+    """
+    for remove in change.removes:
+        start = start_of(remove.partition)
+        if snapshot.files[remove.path].max_offset < start:
+            raise errors.UnknownTierRange(
+                f"{remove.path} lies below the start {start} of its partition: plan again"
+            )
+
+
 def _check_partition(
     snapshot: Snapshot, change: wire.CommitToTableRequest, counter: wire.TierCounter
 ) -> None:
-    partition, start = counter.partition, snapshot.partition(counter.partition).start
+    partition = counter.partition
     if counter.start != counter.end or counter.rows_added or counter.sum_added:
         raise errors.InvalidRequest(f"partition {partition}: a job appends no rows")
     if counter.removed_added and not change.data_change:
@@ -48,10 +66,6 @@ def _check_partition(
     for remove in change.removes:
         if remove.partition == partition:
             file = snapshot.files[remove.path]
-            if file.max_offset < start:
-                raise errors.UnknownTierRange(
-                    f"{remove.path} lies below the start {start} of its partition: plan again"
-                )
             gone.append(file)
             rows += file.rows
             total += _sum_of(file, remove)

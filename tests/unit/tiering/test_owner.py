@@ -153,7 +153,7 @@ def test_a_version_that_takes_rows_away_holds_no_appends() -> None:
     assert (first.commit.adds, len(first.commit.removes), len(first.waiting)) == ((), 1, 1)
     starts = {0: LogStart(20)}
     later = on.after(first.commit, 6)
-    second = plan(later, first.waiting, starts, appends_first=True)
+    second = plan(later, first.waiting, starts, hand_overs_first=True)
     assert (len(second.commit.adds), second.commit.removes) == (1, ())
     third = planned(later.after(second.commit, 7), starts=starts)
     assert (third.commit.adds, len(third.commit.removes)) == ((), 1)

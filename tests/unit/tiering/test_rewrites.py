@@ -10,7 +10,7 @@ from pk import errors
 from pk.tiering import layout
 from pk.tiering.data_files import DataFile
 from pk.tiering.layout import DataName, PartitionCounters
-from pk.tiering.plan import Plan, Submission, plan
+from pk.tiering.plan import LogStart, Plan, Submission, plan
 from pk.tiering.table import Snapshot
 from pk.wire import pk_pb2 as wire
 
@@ -108,20 +108,53 @@ def test_files_below_the_start_are_not_merged_with_later_ones() -> None:
     assert isinstance(refusal(planned(change, on)), errors.UnknownTierRange)
 
 
+def appended(start: int, end: int) -> wire.CommitToTableRequest:
+    new = data(start, end, 3)
+    add = wire.AddFile(
+        path=new.path, start=start, end=end, rows=new.rows, row_sum=3,
+        min_offset=start, max_offset=end - 1, size=5,
+    )  # fmt: skip
+    counter = wire.TierCounter(start=start, end=end, rows_added=new.rows, sum_added=3)
+    return wire.CommitToTableRequest(adds=[add], counters=[counter], data_change=True)
+
+
 def test_rows_that_leave_share_no_version_with_appends() -> None:
-    """A reader of the table's stream may skip the version with the removals whole (T16)."""
+    """A reader of the table's stream may skip the version with the removals whole (T16).  The two
+    take turns, so a constant load of one does not hold up the other.
+    """
     change = hand_over(SMALL[:2], 0, 20, 8, rows=15, removed_added=5, removed_sum_added=4)
     change.data_change = True
-    new = data(30, 40, 3)
-    add = wire.AddFile(
-        path=new.path, start=30, end=40, rows=10, row_sum=3, min_offset=30, max_offset=39, size=5
-    )
-    counter = wire.TierCounter(start=30, end=40, rows_added=10, sum_added=3)
-    append = wire.CommitToTableRequest(adds=[add], counters=[counter], data_change=True)
-    result = plan(TABLE, [Submission("a", append, 9), Submission("b", change, 9)], {})
-    assert [item.request for item in (*result.taken, *result.waiting)] == ["a", "b"]
-    assert result.commit is not None
-    assert result.commit.removes == ()
+    waiting = [Submission("a", appended(30, 40), 9), Submission("b", change, 9)]
+    for first, turn in (("b", False), ("a", True)):
+        result = plan(TABLE, waiting, {}, hand_overs_first=turn)
+        assert [item.request for item in result.taken] == [first]
+        assert [item.request for item in result.waiting] == ["a" if first == "b" else "b"]
+        assert result.commit is not None
+        assert bool(result.commit.removes) == (first == "b")
+
+
+def test_a_job_lands_under_constant_retention() -> None:
+    """Retention removes files in every version; files with the same rows wait for one without."""
+    change = hand_over(SMALL[1:], 10, 30, 9)
+    starts = {0: LogStart(10)}
+    first = plan(TABLE, [Submission("a", change, 9)], starts)
+    assert (first.taken, len(first.waiting)) == ([], 1)
+    assert first.commit is not None
+    assert first.commit.removes == (SMALL[0].path,)
+    starts = {0: LogStart(20)}
+    later = TABLE.after(first.commit, 6)
+    second = plan(later, first.waiting, starts, hand_overs_first=True)
+    assert isinstance(refusal_in(second), errors.UnknownTierRange)
+    starts = {0: LogStart(15)}
+    third = plan(later, first.waiting, starts, hand_overs_first=True)
+    assert [item.request for item in third.taken] == ["a"]
+    assert third.commit is not None
+    assert not third.commit.data_change
+
+
+def refusal_in(result: Plan) -> errors.PkError:
+    (refused,) = result.refused
+    return refused[1]
 
 
 def altered(change: wire.CommitToTableRequest, what: str) -> wire.CommitToTableRequest:
