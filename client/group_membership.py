@@ -39,6 +39,8 @@ from pk.world import World
 _log = logging.getLogger("pk.client")
 
 BACKOFF_MS = (50, 1_000)
+#: How often `close` looks for commits that are on their way.
+COMMIT_CHECK_MS = 10
 #: How long `close` waits for the coordinator.
 LEAVE_MS = 3_000
 
@@ -100,6 +102,7 @@ class GroupMembership:
         self._wake = asyncio.Event()
         self.polled_ms = 0  #: set by polls
         self._committing = asyncio.Lock()  # M3
+        self._commits = 0  #: of `commit_soon`, not ended
         self._tasks = TaskRegistry()
         self._running = False
 
@@ -145,11 +148,11 @@ class GroupMembership:
     async def close(self, *, leave: bool = True) -> None:
         """Leave the group, unless the member is static, and stop.
 
-        A commit that is on its way ends first.
+        Commits that are on their way end first.
         """
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LEAVE_MS / 1000), self._committing:
-                pass
+        deadline_ms = self._world.clock.monotonic_ms() + LEAVE_MS
+        while self._commits and self._world.clock.monotonic_ms() < deadline_ms:
+            await self._world.clock.sleep_ms(COMMIT_CHECK_MS)
         await self._tasks.close()
         self._running = False
         if leave and not self._options["group_instance_id"]:
@@ -496,6 +499,7 @@ class GroupMembership:
 
     def commit_soon(self, offsets: Mapping[TopicPartition, OffsetAndMetadata]) -> None:
         """Commit offsets without waiting; a failure is logged, and a later commit covers it."""
+        self._commits += 1
         self._tasks.spawn(self._commit_quietly(offsets))
 
     async def _commit_quietly(self, offsets: Mapping[TopicPartition, OffsetAndMetadata]) -> None:
@@ -503,6 +507,8 @@ class GroupMembership:
             await self.commit(offsets, self._options["request_timeout_ms"])
         except errors.PkError as failure:
             self.report_uncommitted(failure)
+        finally:
+            self._commits -= 1
 
     def report_uncommitted(self, failure: errors.PkError) -> None:
         """Log that offsets were not committed: a later commit covers them, or they are read
