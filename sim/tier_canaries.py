@@ -39,6 +39,8 @@ def takes_any_range(stack: ExitStack) -> None:
 
     def trusting(draft: Any, change: Any) -> Any:
         for counter in change.counters:
+            if counter.start == counter.end:
+                continue  # nothing is appended
             before = draft.partition(counter.partition)
             draft.counters[counter.partition] = before._replace(end=counter.start)
         return checked(draft, change)
