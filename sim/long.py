@@ -266,7 +266,7 @@ def verdict(rows: Iterable[dict[str, Any]]) -> tuple[list[str], list[str]]:
             failed.append(f"seed {row['seed']}: {row['verdict'][:300]}")
         elif row["acknowledged"] < row.get("acknowledged_min", 0):
             failed.append(f"seed {row['seed']}: only {row['acknowledged']} were acknowledged")
-    failed += [f"never met: {name}" for name in MET if not total.get(name)]
+    failed += [f"never met: {name}" for name in dict.fromkeys(MET) if not total.get(name)]
     lines = [f"{name:32} {count:>12}" for name, count in sorted(total.items())]
     speed = figures["events"] / figures["cpu_s"] if figures["cpu_s"] else 0.0
     lines.append(

@@ -30,8 +30,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
-#: Seeds that together meet every entry of `pk.sim.long.MET`, almost all of them twice or more.
-CHOSEN = (1, 2, 5, 7, 8, 14, 18, 21, 22, 23, 24, 26)
+#: Seeds that together meet every entry of `pk.sim.long.MET`, most of them twice or more.
+CHOSEN = (1, 7, 13, 14, 23, 31, 32, 36)
 #: A change of the code moves the histories: so many entries may be missed before others are chosen.
 MISSED_MAX = 4
 ASKED = int(os.environ.get("PK_SIM_SEEDS", "0"))
