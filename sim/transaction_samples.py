@@ -79,7 +79,8 @@ class TransactionSamples:
                 continue
             for number, hosted in broker.core.coordinators._hosted.items():
                 log = hosted._log
-                if not hosted.loading and log.committed == log.end:
+                reading = hosted.loading or hosted.host.replaying
+                if not reading and log.committed == log.end:
                     self._coordinated(machine.name, number, hosted.epoch)
                     machine_of: Any = hosted.host.machine
                     who = f"{machine.name} in epoch {hosted.epoch}"

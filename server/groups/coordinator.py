@@ -222,7 +222,8 @@ class GroupCoordinators:
             await self._env.clock.sleep_ms(TICK_MS)
             for hosted in list(self._hosted.values()):
                 name = (hosted.number, hosted.epoch)
-                if not hosted.loading and name not in self._tasks:
+                reading = hosted.loading or hosted.host.replaying
+                if not reading and name not in self._tasks:
                     self._tasks.spawn(self._tick(hosted), name)
 
     async def _tick(self, hosted: _HostedGroups) -> None:
@@ -269,7 +270,7 @@ class GroupCoordinators:
         hosted = self._hosted.get(number)
         if hosted is None:
             raise errors.NotCoordinator(f"this broker does not lead {TOPIC}-{number}")
-        if hosted.loading:
+        if hosted.loading or hosted.host.replaying:
             raise errors.CoordinatorLoading(f"{TOPIC}-{number} is being read")
         return hosted
 

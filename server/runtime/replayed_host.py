@@ -7,7 +7,9 @@ Rules
   H3  A reply, also to a read, is released when the log is committed up to the end that it had when
       the reply was decided (rule Q3).
   H4  A failed append discards the machine, fails every reply that is not released, and replays the
-      log.  If another node leads the log by then, the host ends instead.
+      log.  If another node leads the log by then, the host ends instead.  Until the log is
+      replayed (`replaying`), `machine` is the discarded one: who reads it beside the queue never
+      sees a part of the log.
 """
 
 from __future__ import annotations
@@ -105,6 +107,7 @@ class ReplayedHost(Generic[C, R]):
         self._tasks = TaskRegistry()
         self._failed: BaseException | None = None
         self.machine = make()
+        self.replaying = False
 
     async def start(self) -> None:
         """Replay the log, then serve."""
@@ -205,8 +208,10 @@ class ReplayedHost(Generic[C, R]):
         self._fail(replies, failure)
         if not self._log.leads:
             raise failure
-        self.machine = self._make()
-        await self._log.replay(self.machine.apply)
+        self.replaying = True
+        machine = self._make()
+        await self._log.replay(machine.apply)
+        self.machine, self.replaying = machine, False
 
     def _fail(
         self,

@@ -325,7 +325,8 @@ class TransactionCoordinators:
             )
             for hosted in list(self._hosted.values()):
                 name = (hosted.number, hosted.epoch)
-                if not hosted.loading and name not in self._tasks:  # N7
+                reading = hosted.loading or hosted.host.replaying
+                if not reading and name not in self._tasks:  # N7
                     self._tasks.spawn(self._tick(hosted), name)
 
     async def _tick(self, hosted: _Hosted) -> None:
@@ -403,7 +404,7 @@ class TransactionCoordinators:
             raise errors.NotCoordinator(
                 f"this broker does not lead {TOPIC}-{number}", leader=str(leader)
             )
-        if hosted.loading:
+        if hosted.loading or hosted.host.replaying:
             raise errors.CoordinatorLoading(f"{TOPIC}-{number} is being read")
         return hosted
 

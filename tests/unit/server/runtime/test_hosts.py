@@ -344,6 +344,35 @@ def test_a_failed_append_starts_over() -> None:
     run(story)
 
 
+def test_nobody_sees_a_machine_that_has_read_a_part_of_the_log() -> None:
+    """runtime/replayed_host H4: heartbeats and samples read the machine beside the queue."""
+
+    class SlowLog(ListLog):
+        async def replay(self, apply: Callable[[int, int], None]) -> None:
+            for offset, record in enumerate(self.records):
+                await self.clock.sleep_ms(10)
+                apply(offset, record)
+
+    async def story(world: World) -> None:
+        log = SlowLog(world, [5, 6])
+        host = host_of(world, log, [])
+        await host.start()
+        assert not host.replaying
+        log.fail = errors.StorageFull("full")
+        with pytest.raises(errors.StorageFull):
+            await host.ask(1)
+        read = asyncio.get_running_loop().create_task(host.ask("?"))
+        await world.clock.sleep_ms(15)
+        assert host.replaying
+        assert host.machine.total == 12  # type: ignore[attr-defined]
+        assert await read == 11
+        assert not host.replaying
+        assert host.machine.total == 11  # type: ignore[attr-defined]
+        await host.close()
+
+    run(story)
+
+
 def test_a_host_whose_log_another_node_leads_ends_without_a_replay() -> None:
     """runtime/replayed_host H4: that log may be truncated at any moment; the next term replays it
     again.  This is no failure.

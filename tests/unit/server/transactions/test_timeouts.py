@@ -63,6 +63,7 @@ class Host:
     """A host that answers at once, or never."""
 
     def __init__(self, *, stuck: bool = False) -> None:
+        self.replaying = False
         self.machine = object()
         self.asked: list[object] = []
         self._stuck = stuck
