@@ -16,6 +16,9 @@ Rules
       records of the transaction before the swap, and asks for the entry after it.
   N4  Memory: the offset map, one block, and the parts of one block that were encoded again.
   N5  A segment that stays as it is, is not written.
+  N7  The first batch of every leader epoch stays, if necessary as an empty header.  A follower that
+      copies the log learns from it where the epoch began.  With a later start it would answer
+      wrongly where another log diverges (rule R5): a tail that was never committed would survive.
   N6  A batch that does not match its checksum ends the cleaning with `CorruptLog`, and nothing is
       replaced (rule L9).
 """
@@ -50,7 +53,7 @@ from pk.log.encoding import numbers
 from pk.log.index import SPAN_MAX
 from pk.log.segment import LOG, OpenFile, Segment, file_name
 from pk.log.storage import Buffer, Storage
-from pk.types import Offset
+from pk.types import NONE, Offset
 
 #: Stored bytes of a block, and decoded ones; a block has at least one batch.
 BLOCK_BYTES = 4 * limits.MIB
@@ -151,6 +154,7 @@ class _Rewriting:
         self._entries: dict[Offset, list[AbortedEntry]] = {}
         for entry in job.entries:
             self._entries.setdefault(entry.last_offset, []).append(entry)
+        self._leader_epoch = NONE  #: of the last batch that was read
         self._dropped = np.zeros(4, np.int64)
         self._read = self._written = 0
         self._found: list[CleanedSegment] = []
@@ -194,9 +198,12 @@ class _Rewriting:
 
     def _retain_batches(self, decoded: _Decoded, rows: RetainedRows) -> RetainedBatches:
         block, live = decoded.block, self._job.live
+        needed = self._epoch_starts(block.headers)
         if block.last:  # N2
-            base_offset = block.headers[-1].base_offset
-            live = live._replace(windows=np.append(live.windows, base_offset))
+            needed.append(len(block.headers) - 1)
+        if needed:
+            bases = [block.headers[at].base_offset for at in needed]
+            live = live._replace(windows=np.append(live.windows, bases).astype(np.int64))
         markers = MarkerColumns.of(
             (at, marker)
             for at, header in enumerate(block.headers)
@@ -207,9 +214,17 @@ class _Rewriting:
         kept = retain.retain_batches(
             decoded.batches, markers, rows, tombstones, live, self._transactions, self._job.cleaning
         )
-        if block.last:
-            kept.keep[-1] = True
+        kept.keep[needed] = True  # also if the core drops the marker
         return kept
+
+    def _epoch_starts(self, headers: Sequence[Header]) -> list[int]:
+        """Return which of the batches begin a leader epoch (N7)."""
+        found = []
+        for at, header in enumerate(headers):
+            if header.leader_epoch != self._leader_epoch:
+                self._leader_epoch = header.leader_epoch
+                found.append(at)
+        return found
 
     def _write(
         self, decoded: _Decoded, rows: RetainedRows, kept: RetainedBatches, out: _Output
@@ -230,7 +245,7 @@ class _Rewriting:
             if header.control:
                 out.changed |= not same_horizon
                 out.add([raw] if same_horizon else self._again(raw, header, horizon))
-                for entry in self._entries.get(header.base_offset, ()):  # N3
+                for entry in self._entries.get(header.last_offset, ()):  # N3
                     out.segment.aborted.append(entry)
                 continue
             if (count == end - start and same_horizon) or not header.record_count:

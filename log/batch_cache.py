@@ -11,7 +11,8 @@ Invariants
       the oldest is removed first.
   K2  Of each log it holds one run of whole batches, as stored on the disk, up to the written end.
       A batch is added when its write is completed.  An append that is not kept ends the run, and a
-      log that was cut back (`cuts`) has no run.
+      log that was cut back, or whose files a cleaning replaced (`cuts` counts both), has no run: a
+      reader that mixes it with the files would miss the tombstone of a record that it got.
   K3  The batches are copied into memory of their own.  A view would keep the whole network frame
       that they came in.
 """

@@ -114,6 +114,11 @@ class LocalLog:
         return self.segments[0].base_offset
 
     @property
+    def voided(self) -> int:
+        """How often what was read before became void: the log was cut back, or files swapped."""
+        return self.cuts + self.swaps
+
+    @property
     def local_log_start(self) -> Offset:
         """The first offset that can be read here.  Records below it are in the tier, or deleted."""
         return max(self.segments[0].base_offset, self.log_start)

@@ -360,7 +360,7 @@ class PartitionLog:
             and plan.generation == self._appender.generation
             and not self._local.retired
         ):
-            self.recent.keep(self, self._local.cuts, plan)
+            self.recent.keep(self, self._local.voided, plan)
         return done
 
     def retire(self) -> None:
@@ -445,7 +445,8 @@ class PartitionLog:
         """What `read` would return, from memory and without a thread; None = call `read`."""
         if self.recent is None or offset < self._local.local_log_start:
             return None
-        return self.recent.read(self, self._local.cuts, offset, bound, max_bytes, min_one_batch)
+        voided = self._local.voided
+        return self.recent.read(self, voided, offset, bound, max_bytes, min_one_batch)
 
     def survey(self, offset: Offset) -> list[Damage]:
         """Find damaged ranges in the segment that holds `offset`; see `LocalLogReader.survey`."""

@@ -100,14 +100,17 @@ class CleanedLog:
         else:
             self.committed.update(each.offset for each in records)
 
-    def finish(self, who: int, *, commit: bool) -> None:
-        self.epochs[who] += 1
-        self.sequences[who] = 0
-        marker = Marker(who, self.epochs[who], commit)
-        self._append(b"".join(control_rows.encode_markers([marker], self.now_ms)))
-        offsets = self.open.pop(who, [])
-        if commit:
-            self.committed.update(offsets)
+    def finish(self, *several: int, commit: bool) -> None:
+        """End the transactions of these producers by one control batch."""
+        markers = []
+        for who in several:
+            self.epochs[who] += 1
+            self.sequences[who] = 0
+            markers.append(Marker(who, self.epochs[who], commit))
+            offsets = self.open.pop(who, [])
+            if commit:
+                self.committed.update(offsets)
+        self._append(b"".join(control_rows.encode_markers(markers, self.now_ms)))
 
     def _append(self, raw: bytes) -> int:
         log, header = self.log, batches.check(raw)
@@ -231,9 +234,19 @@ class CleanedLog:
             if each.offset < cleaned:
                 assert each.key is not None
                 assert newest[each.key] == each
+        known = [(each.epoch, each.start_offset) for each in log.epochs.entries]
+        assert self.copied_epochs() == known, "compaction/local_cleaner N7"
         facts = log.segments
         for before, after in itertools.pairwise(facts):
             assert before.next_offset == after.base_offset
+
+    def copied_epochs(self) -> list[tuple[int, int]]:
+        """Return the leader epochs and their starts, as a follower learns them from the batches."""
+        found: list[tuple[int, int]] = []
+        for header in map(batches.read_header, self.raw()):
+            if not found or found[-1][0] != header.leader_epoch:
+                found.append((header.leader_epoch, header.base_offset))
+        return found
 
     def _check_latest(self, found: Sequence[Record], stable: int) -> None:
         assert {each.offset for each in found} <= self.committed
@@ -255,7 +268,7 @@ def random_step(log: CleanedLog, rng: random.Random) -> None:
         rows = [(rng.choice(KEYS), rng.choice([b"1", b"2" * 40, None])) for _ in range(count)]
         log.write(rng.randrange(5), rows)
     elif kind == "end":
-        log.finish(rng.choice([3, 4]), commit=rng.random() < 0.6)
+        log.finish(*rng.choice([(3,), (4,), (3, 4)]), commit=rng.random() < 0.6)
     elif kind == "roll":
         log.roll()
     else:

@@ -10,6 +10,7 @@ from pk import errors
 from pk.compaction import cleaning_job, local_cleaner
 from pk.compaction.offset_map import ENTRY_BYTES
 from pk.log import batch as batches
+from pk.log.batch_cache import BatchCache
 from tests.kit.cleaned_log import PATH, CleanedLog, Record
 
 
@@ -183,3 +184,49 @@ def test_a_job_and_its_result_survive_the_pipe() -> None:
     result = log.written(job)
     line = cleaning_job.result_to_json(result)
     assert cleaning_job.result_from_json(json.loads(line)) == result
+
+
+def test_an_aborted_record_stays_aborted_whatever_else_its_marker_ends() -> None:
+    """compaction/local_cleaner N3: a control batch of two markers has the entries of both."""
+    log = CleanedLog()
+    log.write(0, [(b"p", b"committed")])
+    log.write(0, [(b"a", b"old")])
+    log.write(0, [(b"a", b"new")])
+    log.write(1, [(b"b", b"1")])
+    log.write(3, [(b"p", b"aborted")])
+    log.write(4, [(b"q", b"aborted")])
+    log.finish(3, 4, commit=False)
+    log.roll()
+    log.write(0, [(b"tail", b"1")])
+    before = log.log.aborted_in(0, log.log.written_end).transactions
+    log.clean(settled_end=0)
+    assert log.log.aborted_in(0, log.log.written_end).transactions == before
+    assert len(before) == 2
+    log.check()
+
+
+def test_the_first_batch_of_a_leader_epoch_stays_as_an_empty_header() -> None:
+    """compaction/local_cleaner N7: a copy of the log knows where each epoch began."""
+    log = CleanedLog()
+    for epoch in (1, 2, 3):
+        log.leader_epoch = epoch
+        for n in range(5):
+            log.write(0, [(b"a", b"%d" % n), (b"b%d" % epoch, b"v")])
+    log.roll()
+    log.write(0, [(b"tail", b"1")])
+    log.clean()
+    assert log.copied_epochs() == [(1, 0), (2, 10), (3, 20)]
+    log.check()
+
+
+def test_the_recent_batches_in_memory_end_with_a_swap() -> None:
+    """log/batch_cache K2: what the cache has may lack the tombstone that was removed."""
+    log = CleanedLog()
+    log.log.recent = BatchCache(1 << 20)
+    for n in range(5):
+        log.write(0, [(b"a", b"%d" % n)])
+    log.roll()
+    end = log.log.written_end
+    assert log.log.read_recent(0, bound=end, max_bytes=1 << 20) is not None
+    log.clean()
+    assert log.log.read_recent(0, bound=end, max_bytes=1 << 20) is None
