@@ -12,6 +12,7 @@ Invariants
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -36,7 +37,7 @@ CLOSE_S = 5.0
 Listener = Callable[[list[TopicPartition]], Any]
 
 
-class GroupConsumer:
+class GroupConsumer(ABC):
     """What `Consumer` has of its group."""
 
     _options: dict[str, Any]
@@ -56,11 +57,11 @@ class GroupConsumer:
 
     # -- implemented by the consumer ---------------------------------------------------------------
 
-    def assignment(self) -> list[TopicPartition]:
-        raise NotImplementedError
+    @abstractmethod
+    def assignment(self) -> list[TopicPartition]: ...
 
-    def _call(self, function: Any) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def _call(self, function: Any) -> Any: ...
 
     def _api_s(self, timeout_s: float | None) -> float:
         """Return the time-out of a call in seconds; None = default_api_timeout_ms."""
@@ -73,11 +74,11 @@ class GroupConsumer:
             raise errors.ClosedError("the consumer was closed")
         self._thread.check_process()
 
-    def _next_record_of(self, place: TopicPartition) -> int | None:
-        raise NotImplementedError
+    @abstractmethod
+    def _next_record_of(self, place: TopicPartition) -> int | None: ...
 
-    def _drop_lines(self, keep: Iterable[TopicPartition]) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _drop_lines(self, keep: Iterable[TopicPartition]) -> None: ...
 
     # -- commits -----------------------------------------------------------------------------------
 

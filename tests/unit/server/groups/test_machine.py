@@ -117,7 +117,7 @@ def test_a_late_timeout_of_an_older_rebalance_changes_nothing() -> None:
 def test_the_others_go_on_when_a_member_leaves() -> None:
     bench = Bench()
     bench.stable("a", "b")
-    assert bench.leave("b", "nobody") == [0, errors.UnknownMemberId.code]
+    assert bench.leave("b", "unknown") == [0, errors.UnknownMemberId.code]
     assert bench.group.state is S.PREPARING_REBALANCE
     assert not bench.join("a", bench.group.generation).pending
 

@@ -69,7 +69,7 @@ def test_a_partition_stays_its_former_owners_until_another_member_gets_it() -> N
     assert bench.commit({KEYS[1]: 6}, "a", generation) == {}
     assert bench.commit({KEYS[1]: 7}, "b", generation) == {KEYS[1]: errors.NotPartitionOwner.code}
     generation = bench.stable("a", "b", a=KEYS[:1], b=KEYS[2:])
-    assert bench.commit({KEYS[1]: 7}, "a", generation) == {}, "nobody has it yet"
+    assert bench.commit({KEYS[1]: 7}, "a", generation) == {}, "no member owns the partition"
     generation = bench.stable("a", "b", a=KEYS[:1], b=KEYS[1:])
     assert bench.commit({KEYS[1]: 8}, "a", generation) == {KEYS[1]: errors.NotPartitionOwner.code}
     assert bench.fetched(KEYS[1]) == {KEYS[1]: 7}
