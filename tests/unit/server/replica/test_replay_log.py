@@ -206,6 +206,7 @@ def test_a_full_disk_starts_the_host_over(rig: Any) -> None:
         )
         with pytest.raises(errors.StorageFull):
             await host.ask([("b", 2)])
+        assert await host.ask("?") == {"a": 1}  # the log is replayed
         machine = host.machine
         for _ in range(3):
             with pytest.raises(errors.StorageFull, match="no room for the last append"):
