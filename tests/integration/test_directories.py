@@ -47,9 +47,10 @@ class Node:
         self.server.stop(PATIENCE_S)
 
     def metric(self, name: str) -> float:
+        """Return a metric's value; 0 until the broker has set it once."""
         text = urllib.request.urlopen(f"http://{self.metrics}/metrics", timeout=10).read().decode()
-        (line,) = [each for each in text.splitlines() if each.startswith(f"{name} ")]
-        return float(line.split()[-1])
+        found = [each for each in text.splitlines() if each.startswith(f"{name} ")]
+        return float(found[0].split()[-1]) if found else 0
 
     def values(self, topic: str, count: int) -> list[bytes | None]:
         found: list[bytes | None] = []
@@ -160,6 +161,8 @@ def test_a_directory_that_fails_takes_its_own_partitions_offline(
         assert refused.value.acts == "operator"
         send(kept, two_segments)
         holds(node, kept, stored[kept])
+        # Appends are refused at once.  The next tick takes the directory offline for readers, too.
+        until(lambda: node.metric('pk_partitions{state="offline"}') == 1)
         with pytest.raises(errors.StorageFailed, match=str(bad)):
             node.values(lost, 1)
         described = {each.topic: each.error for each in admin.describe_topics()}
