@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 from pk import errors
 from pk.log import directory as files
@@ -42,11 +42,15 @@ class Checkpointer:
         #: Logs being cut or begun again: earlier recovery points are void (log/manager M2).
         self._reshaping: dict[PartitionKey, None] = {}
 
-    @contextlib.contextmanager
-    def reshaping(self, key: PartitionKey) -> Iterator[None]:
+    @contextlib.asynccontextmanager
+    async def reshaping(self, key: PartitionKey) -> AsyncIterator[None]:
         """While the context is open, the log's recovery point does not move: the log is cut, begun
-        again or re-opened.
+        again or re-opened.  It opens once the loop has taken over the result of a swap (log/swap);
+        the caller sees to it that no other swap begins.
         """
+        taken_over = asyncio.Event()
+        self._logs[key][0].cleaned.when_taken_over(taken_over.set)
+        await taken_over.wait()
         self._reshaping[key] = None
         try:
             yield

@@ -486,7 +486,7 @@ class LogManager:
         cut, so that M2 holds in between.  No write may be queued for the log meanwhile.
         """
         log, directory = self._logs[key]
-        with self._checkpoints.reshaping(key):
+        async with self._checkpoints.reshaping(key):
             await self._checkpoints.lower(directory, {key: offset})
             await directory.disk.write(partial(log.truncate_to, offset))
 
@@ -500,15 +500,19 @@ class LogManager:
         start = min(log_start, offset)
         # otherwise the log would be blank (log/loading O2)
         snapshot = snapshot or Producers().snapshot(offset)
-        with self._checkpoints.reshaping(key), directory.begins(key, offset):
-            directory.recovery_points[key] = 0  # in between there is no segment at all
-            await self._checkpoints.lower(directory, {key: min(start, log.local_log_start)})
-            if log.written_end < start:  # the log may be opened there in between (log/loading O2)
-                await directory.disk.write(partial(log.keep_snapshot, offset, snapshot))
-            # if the process dies in between, nothing lies below this offset either
-            with directory.moves({key: start}):
-                await self._checkpoints.write_log_starts(directory)
-                await directory.disk.write(partial(log.reset_to, offset, snapshot, log_start=start))
+        lowered = min(start, log.local_log_start)
+        reset = partial(log.reset_to, offset, snapshot, log_start=start)
+        async with self._checkpoints.reshaping(key):
+            with directory.begins(key, offset):
+                directory.recovery_points[key] = 0  # in between there is no segment at all
+                await self._checkpoints.lower(directory, {key: lowered})
+                # the log may be opened there in between (log/loading O2)
+                if log.written_end < start:
+                    await directory.disk.write(partial(log.keep_snapshot, offset, snapshot))
+                # if the process dies in between, nothing lies below this offset either
+                with directory.moves({key: start}):
+                    await self._checkpoints.write_log_starts(directory)
+                    await directory.disk.write(reset)
         await self._checkpoints.write_log_starts(directory)
 
     async def reopen(self, key: PartitionKey) -> None:
@@ -517,7 +521,7 @@ class LogManager:
         Raises `StorageFull`, which leaves the log as it was, `CorruptLog` or `StorageFailed`.
         """
         log, directory = self._logs[key]
-        with self._checkpoints.reshaping(key):
+        async with self._checkpoints.reshaping(key):
             point = directory.recovery_points.get(key, 0)
             await directory.disk.write(partial(log.reopen, point))
 

@@ -3,7 +3,7 @@
 A cleaning (compaction/local_cleaner.py) writes its segments beside the log, under names with a
 tail: `00000000000000000000.log.<id>.cleaned`.  The write lane swaps them in one job:
 
-    1  the names of the written files are SYNCED
+    1  every segment below the cleaned end is SYNCED, and the names of the written files are
     2  the checkpoint names the new cleaned end and every segment of the swap, SYNCED: from here on
        the swap is decided
     3  readers see the new segments, under either name (log/local_log M4)
@@ -23,9 +23,12 @@ Rules
       files.  After step 2 the next opening does steps 4 and 5 (again).  Both can be repeated.
   W2  Nothing else changes the files of the log between steps 2 and 5.  If step 4 fails, the lane
       finishes it before any other job of the log.  A truncation in between would remove a segment
-      that a later repetition brings back.
+      that a later repetition brings back.  Until then the swap counts as running (log/swapping):
+      nothing is dropped, and no other cleaning begins.
   W3  Only sealed segments are swapped.  The first and the last offset that a swap covers do not
       change, so segments still join without a gap.
+  W5  A power loss does not take a record for which a cleaning removed an older one: that record is
+      SYNCED before the older one is removed (step 1), also if its segment stays as it is.
   W4  The cleaned end never exceeds the log end: an opening lowers it, SYNCED, before anything is
       appended.  Every cut of the log reads the files back through an opening.
 """

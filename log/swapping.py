@@ -1,6 +1,10 @@
 """What a cleaning of a compacted log asks of the log: its sealed segments, and their swap
 (log/swap.py).
 
+A swap *runs* from `begin` on until its job has ended, its result is taken over (`end_job`), and no
+part of it is left for later because the disk was full.  Meanwhile nothing is dropped and no other
+cleaning begins.  A cut waits until the result is taken over (`when_taken_over`).
+
 Threads (log/partition_log.py): `open_written` and `first_timestamps` belong to the read lane, the
 job of `begin` to the write lane, everything else to the loop.
 """
@@ -8,7 +12,7 @@ job of `begin` to the write lane, everything else to the loop.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from pk.log.aborted import AbortedEntry
 from pk.log.batch import HEADER_BYTES, read_header
@@ -28,8 +32,8 @@ class SegmentSwaps:
     def __init__(self, local: LocalLog, writer: LocalLogWriter) -> None:
         self._local = local
         self._writer = writer
-        #: Files of a cleaning are being put in place: no segment may be dropped meanwhile.
-        self.running = False
+        self._has_job = False  #: from `begin` on until `end_job`
+        self._waiting: list[Callable[[], None]] = []
 
     @property
     def end(self) -> Offset:
@@ -42,9 +46,18 @@ class SegmentSwaps:
         return self._local.swaps
 
     @property
+    def running(self) -> bool:
+        """Whether a swap runs, or is pending: no segment may be dropped meanwhile."""
+        return self._has_job or self.pending
+
+    @property
     def pending(self) -> bool:
         """Whether a full disk interrupted a swap: it is decided, and the lane will finish it."""
         return self._writer.swap_pending
+
+    def finish(self) -> None:
+        """Finish a pending swap (write lane).  Raises `StorageFull`; it is pending then."""
+        self._writer.finish_swap()
 
     def aborted_entries(self, end: Offset) -> list[AbortedEntry]:
         """The entries of the aborted indexes of the sealed segments that begin below `end`."""
@@ -86,10 +99,22 @@ class SegmentSwaps:
         present = dict.fromkeys(self._local.segments[:-1])
         if segments is None or self.running or not all(each in present for each in segments):
             return None
-        self.running = True
+        self._has_job = True
         return lambda: self._writer.swap(swap, segments)
 
     def end_job(self) -> None:
         """Note that the job of `begin` has ended."""
         self._local.settle_swap()
-        self.running = False
+        self._has_job = False
+        waiting, self._waiting = self._waiting, []
+        for then in waiting:
+            then()
+
+    def when_taken_over(self, then: Callable[[], None]) -> None:
+        """Call `then` once the loop has taken over the result of a swap's job: now, if there is no
+        job.  The loop and the write lane would otherwise replace the segments at the same time.
+        """
+        if self._has_job:
+            self._waiting.append(then)
+        else:
+            then()

@@ -106,6 +106,7 @@ class LocalLogWriter:
             raise self._error
         appended = False
         try:
+            self.finish_swap()
             # the reset for which the snapshot was kept has failed: the log continues as it was
             if self._foreign:
                 loading.remove_snapshots(self._storage, self._path, self._end)
@@ -232,6 +233,9 @@ class LocalLogWriter:
         finishes it; otherwise nothing has changed.
         """
         self._finish_drops()
+        for segment in self._unsynced:
+            if segment.base_offset < swap.cleaned_end and not segment.dropped:
+                _sync_segment(self._storage, segment)
         self._storage.sync_dir(self._path)
         try:
             cleaner_swap.write(self._storage, self._path, swap)
@@ -242,14 +246,15 @@ class LocalLogWriter:
         self._new = [each for each in segments.values() if each is not None]
         self._local.cleaned_end = swap.cleaned_end
         self._local.show_swapped(segments)
-        self._finish_swap()
+        self.finish_swap()
 
     @property
     def swap_pending(self) -> bool:
         """Whether a swap is decided and not finished."""
         return self._swap is not None
 
-    def _finish_swap(self) -> None:
+    def finish_swap(self) -> None:
+        """Finish a swap that a full disk interrupted (log/swap W2).  Raises `StorageFull`."""
         if self._swap is not None:
             cleaner_swap.carry_out(self._storage, self._path, self._swap)
             for segment in self._new:
@@ -351,7 +356,7 @@ class LocalLogWriter:
         They were never synced, and after a power loss their damage would count as damage of the log
         (rule L9).  A swap that a full disk interrupted is finished first (log/swap W2).
         """
-        self._finish_swap()
+        self.finish_swap()
         for segment in self._rename_pending_delete():
             self._storage.remove(segment.path() + DELETED)
 
@@ -447,6 +452,7 @@ class LocalLogWriter:
             """
             self._unsynced = [s for s in self._unsynced if s not in gone]
             self._pending_delete += gone
+            self.finish_swap()
             renamed.extend(self._rename_pending_delete())
 
         def remove() -> None:

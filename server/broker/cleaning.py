@@ -16,6 +16,8 @@ Invariants
       cleaned ends yet, so nothing is settled in other logs.
   K4  A log that cannot be cleaned (damage, a full disk, a key that is too large) is tried again
       after UNCLEANABLE_MS, and the other logs are cleaned.  It counts as uncleanable until then.
+  K5  A swap that a full disk interrupted is tried again in every pass, also in a log without any
+      other work (log/swap W2).
 """
 
 from __future__ import annotations
@@ -101,6 +103,8 @@ class LogCleaner:
         due: list[tuple[float, Partition]] = []
         ratio = 0.0
         for partition in list(self._partitions.values()):
+            if partition.log.cleaned.pending and partition.online:
+                await self._finish(partition)
             if not self._cleanable(partition):
                 continue
             found = await self._plan(partition)
@@ -133,6 +137,13 @@ class LogCleaner:
             self._uncleanable.setdefault(key, self._env.now_ms + UNCLEANABLE_MS)
         busy = key in self._changing or log.torn or log.blank or log.cleaned.running
         return not busy and key not in self._uncleanable
+
+    async def _finish(self, partition: Partition) -> None:
+        """Finish the swap that a full disk interrupted; other jobs of the log would do it (K5)."""
+        try:
+            await partition.writer.disk.write(partition.log.cleaned.finish)
+        except errors.PkError as error:
+            self._env.metrics.refused(error)
 
     async def _plan(self, partition: Partition) -> CompactionPlan:
         """Return what a cleaning of the log would do now (C1)."""

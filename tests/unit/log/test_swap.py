@@ -99,6 +99,7 @@ def test_a_crash_while_an_opening_finishes_the_swap() -> None:
     done, point = False, 0
     while not done:
         log, job, result = written()
+        log.log.flush()
         log.storage.crash_at = 8  # the checkpoint is written
         with pytest.raises(Crashed):
             log.put_in_place(job, result)
@@ -291,3 +292,88 @@ def test_removed_offsets_are_no_damage_for_a_repair() -> None:
     log.put_in_place(job, result)
     log.log.close()
     assert repair.look(log.storage, PATH, trusted=True, floor=log.log.log_end) == []
+
+
+def interrupted() -> tuple[CleanedLog, CleaningResult]:
+    """A log with a swap that a full disk interrupted after it was decided."""
+    for point in range(2, 36):
+        log, job, result = written()
+        made = swap_of(job, result)
+        work = log.log.cleaned.begin(made, log.log.cleaned.open_written(made))
+        assert work is not None
+        log.storage.fault = full(point)
+        with pytest.raises(errors.StorageFull):
+            work()
+        log.log.cleaned.end_job()
+        if log.log.cleaned.pending:
+            return log, result
+    raise AssertionError("no swap was interrupted")
+
+
+def test_a_pending_swap_counts_as_running() -> None:
+    """log/swap W2: retention and the next cleaning wait for it."""
+    log, _ = interrupted()
+    assert log.log.cleaned.running
+    assert log.log.cleaned.begin(Swap(0), {}) is None
+    with pytest.raises(errors.StorageFull):
+        log.log.cleaned.finish()
+    assert log.log.cleaned.running
+    log.storage.fault = None
+    log.log.cleaned.finish()
+    assert not log.log.cleaned.running
+
+
+@pytest.mark.parametrize("what", ["append", "drop", "flush", "checkpoint", "cut", "reset", "close"])
+def test_a_pending_swap_is_finished_before_any_other_job(what: str) -> None:
+    log, result = interrupted()
+    drop = log.log.drop_segments(log.log.retention_plan(None))[0]
+    log.storage.fault = None
+    if what == "append":
+        log.write(0, [(b"a", b"1")])
+    elif what == "drop":
+        drop()
+    else:
+        jobs: dict[str, Callable[[], object]] = {
+            "flush": log.log.flush,
+            "checkpoint": log.log.checkpoint,
+            "cut": lambda: log.log.truncate_to(result.end),
+            "reset": lambda: log.log.reset_to(5),
+            "close": log.log.close,
+        }
+        jobs[what]()
+    assert not log.log.cleaned.pending
+    assert not swap.read(log.storage, PATH).replacements
+    assert not [name for name in names(log) if name.endswith(CLEANED)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_power_loss_does_not_take_the_newer_record_of_a_removed_one(seed: int) -> None:
+    """log/swap W5: the newer record may lie in a segment that no cleaning wrote."""
+    log = CleanedLog()
+    log.write(0, [(b"a", b"old")])
+    log.roll()
+    log.log.flush()
+    log.write(0, [(b"a", b"new"), (b"b", b"large" * 90)])
+    log.roll()
+    log.write(0, [(b"tail", b"1")])
+    result = log.clean()
+    assert [tuple(each.replaces) for each in result.segments] == [(0,)]
+    log.storage.power_loss(random.Random(seed))
+    log.reopen(same_boot=False)
+    assert (b"a", b"new") in [(each.key, each.value) for each in log.records()]
+
+
+def test_a_cut_waits_until_the_result_of_a_swap_is_taken_over() -> None:
+    """log/swapping: otherwise the loop and the write lane replace the segments at once."""
+    log, job, result = written()
+    made = swap_of(job, result)
+    work = log.log.cleaned.begin(made, log.log.cleaned.open_written(made))
+    assert work is not None
+    called: list[int] = []
+    work()
+    log.log.cleaned.when_taken_over(lambda: called.append(log.log.segment_count))
+    assert not called
+    log.log.cleaned.end_job()
+    assert called == [log.log.segment_count]
+    log.log.cleaned.when_taken_over(lambda: called.append(0))
+    assert called[1:] == [0]

@@ -250,6 +250,58 @@ def test_a_log_that_cannot_be_cleaned_is_tried_again_later(
     rig.run(story)
 
 
+def interrupt_a_swap(rig: Any) -> None:
+    """Let the disk be full once a swap is decided."""
+
+    def full(operation: str, path: str) -> Exception | None:
+        swaps = operation == "rename" and f"{CLEANED} " in path
+        return errors.StorageFull("no room") if swaps else None
+
+    rig.storage.fault = full
+
+
+def test_an_interrupted_swap_is_finished_although_the_log_has_no_other_work(
+    rig: Any, kit: Any, cleaner: LogCleaner, mine: InProcessCleaner
+) -> None:
+    """broker/cleaning K5"""
+    partition = compacted(rig)
+
+    async def story() -> None:
+        await write(rig, kit, 5)
+        interrupt_a_swap(rig)
+        assert await cleaner.clean_one(mine)
+        assert partition.log.cleaned.pending
+        assert not await cleaner.clean_one(mine)
+        assert partition.log.cleaned.pending
+        rig.storage.fault = None
+        assert not await cleaner.clean_one(mine)
+        assert not partition.log.cleaned.pending
+        assert offsets(partition) == list(range(12, 20))
+
+    rig.run(story)
+
+
+def test_retention_drops_nothing_while_a_swap_is_pending(
+    rig: Any, kit: Any, cleaner: LogCleaner, mine: InProcessCleaner
+) -> None:
+    """log/swap W2"""
+    partition = compacted(rig, cleanup_policy="compact,delete")
+
+    async def story() -> None:
+        await write(rig, kit, 5)
+        interrupt_a_swap(rig)
+        assert await cleaner.clean_one(mine)
+        log = partition.log
+        plan = log.retention_plan(None, partition.high_watermark)
+        first = log.segments[0].base_offset
+        plan = plan._replace(drop=(first,), log_start=log.segments[1].base_offset)
+        await rig.core.retention._drop(partition, plan)
+        assert log.segments[0].base_offset == first
+        rig.storage.fault = None
+
+    rig.run(story)
+
+
 def test_retention_drops_nothing_by_a_plan_from_before_a_swap(
     rig: Any, kit: Any, cleaner: LogCleaner, mine: InProcessCleaner
 ) -> None:
