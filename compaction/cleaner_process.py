@@ -65,7 +65,8 @@ def _done(line: str, hash_secret: bytes) -> str:
     except FileNotFoundError as missing:
         return json.dumps({"missing": str(missing)})
     except errors.PkError as error:
-        return json.dumps({"failed": error.code, "message": error.message})
+        failure = {"failed": error.code, "message": error.message, "details": error.details}
+        return json.dumps(failure)
     except Exception as bug:
         failed = errors.InternalError(f"cleaning: {bug!r}")
         return json.dumps({"failed": failed.code, "message": failed.message})

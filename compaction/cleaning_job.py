@@ -5,14 +5,16 @@ The broker and the process of the cleaner exchange both as lines of JSON; one bu
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from pk.compaction.offset_map import I64
 from pk.compaction.plan import CompactionPlan
-from pk.compaction.retain import Cleaning, LiveProducers
+from pk.compaction.retain import Cleaning
 from pk.log.aborted import AbortedEntry
 from pk.log.batch import TIMESTAMP_MS_MAX
 from pk.log.partition_log import PartitionLog
@@ -20,7 +22,7 @@ from pk.log.swap import Replacement, Swap
 from pk.types import AbortedTransaction, Offset
 
 #: A cleaning must be in place within this time and a second for each megabyte; otherwise the
-#: broker discards it (compaction/retain: `Cleaning.deadline_ms`).
+#: broker ends its process, or discards it (compaction/retain: `Cleaning.deadline_ms`).
 CLEANING_MS = 60_000
 
 
@@ -41,13 +43,16 @@ class CleaningJob(NamedTuple):
     segments: Sequence[SealedSegment]  #: every sealed segment with an offset below the end
     first_dirty: Offset
     cleaning: Cleaning
-    live: LiveProducers
+    #: The producers that the log knows, not older than the end; in any order.  The cleaner finds
+    #: their windows at the end itself (compaction/local_cleaner N8).
+    producer_ids: I64
     #: every aborted transaction with records below the end, wherever its marker lies
     aborted: Sequence[AbortedTransaction]
     entries: Sequence[AbortedEntry]  #: of the segments' aborted indexes
     segment_bytes: int
     index_interval_bytes: int
     map_bytes: int  #: bound of the offset map
+    time_limit_ms: int  #: within which the cleaning must be in place
 
 
 class CleanedSegment(NamedTuple):
@@ -93,8 +98,9 @@ def make_job(
         if each.base_offset < plan.end
     ]
     deadline_ms = None
+    time_limit_ms = CLEANING_MS + sum(each.size for each in segments) // 1000
     if now_ms is not None:
-        deadline_ms = now_ms + CLEANING_MS + sum(each.size for each in segments) // 1000
+        deadline_ms = now_ms + time_limit_ms
         delete_retention_ms = min(delete_retention_ms, TIMESTAMP_MS_MAX - deadline_ms)
     return CleaningJob(
         root,
@@ -103,12 +109,13 @@ def make_job(
         segments,
         plan.first_dirty,
         Cleaning(plan.end, settled_end, delete_retention_ms, now_ms, deadline_ms),
-        LiveProducers.of(log.producers.items()),
+        np.fromiter(log.producers.ids(), np.int64, len(log.producers)),
         log.aborted_in(log.first_offset, plan.end).transactions,
         log.cleaned.aborted_entries(plan.end),
         config.segment_bytes,
         config.index_interval_bytes,
         map_bytes,
+        time_limit_ms,
     )
 
 
@@ -120,8 +127,8 @@ def swap_of(job: CleaningJob, result: CleaningResult) -> Swap:
 
 def job_to_json(job: CleaningJob) -> str:
     """Return the job as one line."""
-    live = [column.tolist() for column in job.live]
-    return json.dumps({**job._asdict(), "live": live})
+    ids = base64.b64encode(job.producer_ids.astype("<i8").tobytes()).decode()
+    return json.dumps({**job._asdict(), "producer_ids": ids})
 
 
 def job_from_json(line: str) -> CleaningJob:
@@ -130,7 +137,7 @@ def job_from_json(line: str) -> CleaningJob:
     return CleaningJob(**found)._replace(
         segments=[SealedSegment(*each) for each in found["segments"]],
         cleaning=Cleaning(*found["cleaning"]),
-        live=LiveProducers(*(np.array(each, np.int64) for each in found["live"])),
+        producer_ids=np.frombuffer(base64.b64decode(found["producer_ids"]), "<i8"),
         aborted=[AbortedTransaction(*each) for each in found["aborted"]],
         entries=[AbortedEntry(*each) for each in found["entries"]],
     )

@@ -19,12 +19,16 @@ Rules
   N7  The first batch of every leader epoch stays, if necessary as an empty header.  A follower that
       copies the log learns from it where the epoch began.  With a later start it would answer
       wrongly where another log diverges (rule R5): a tail that was never committed would survive.
+  N8  The windows of the producers (rule L14) are those at the end of the cleaning, not at the end
+      of the log.  A cut takes batches from the end of the log, and a replica that is filled from
+      the log may stop at any offset above the end: both must find the windows of that offset.
   N6  A batch that does not match its checksum ends the cleaning with `CorruptLog`, and nothing is
       replaced (rule L9).
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -40,6 +44,7 @@ from pk.compaction.retain import (
     NO_HORIZON,
     BatchColumns,
     Cleaning,
+    LiveProducers,
     MarkerColumns,
     OpenTransactions,
     RetainedBatches,
@@ -51,7 +56,8 @@ from pk.log.aborted import AbortedEntry, AbortedRanges
 from pk.log.batch import HEADER_BYTES, Header
 from pk.log.encoding import numbers
 from pk.log.index import SPAN_MAX
-from pk.log.segment import LOG, OpenFile, Segment, file_name
+from pk.log.producers import CorruptSnapshot, Producers
+from pk.log.segment import LOG, SNAPSHOT, OpenFile, Segment, file_name
 from pk.log.storage import Buffer, Storage
 from pk.types import NONE, Offset
 
@@ -118,7 +124,36 @@ def clean(storage: Storage, job: CleaningJob, hash_keys: HashKeys) -> CleaningRe
     offset_map = OffsetMap(job.map_bytes, hash_keys)
     end = _fill(storage, job, offset_map, ranges)
     job = job._replace(cleaning=job.cleaning._replace(end=end))
-    return _Rewriting(storage, job, offset_map, ranges).run()
+    return _Rewriting(storage, job, offset_map, ranges, _live_producers(storage, job)).run()
+
+
+def _live_producers(storage: Storage, job: CleaningJob) -> LiveProducers:
+    """Return the producers of the job as they are at the end of the cleaning (N8), from the newest
+    snapshot below it and the batches behind that.
+    """
+    end, segments = job.cleaning.end, job.segments
+    if not segments:
+        return LiveProducers.of([])
+    bases = [*(each.base_offset for each in segments), segments[-1].next_offset]
+    state, start = Producers(), bases[0]
+    for at in sorted((base for base in bases if base <= end), reverse=True):
+        with contextlib.suppress(FileNotFoundError, CorruptSnapshot):
+            raw = storage.read_file(f"{job.path}/{file_name(at, SNAPSHOT)}")
+            found, state = Producers.from_snapshot(raw)
+            if found == at:
+                start = at
+                break
+            state = Producers()
+    for segment in segments:
+        if start < segment.next_offset and segment.base_offset < end:
+            for block in _blocks(storage, job.path, segment):
+                for header, batch in zip(block.headers, block.raw, strict=True):
+                    if start <= header.base_offset and header.last_offset < end:
+                        rows = header.control and header.record_count
+                        markers = control_rows.decode_markers(batch) if rows else ()
+                        state.apply(header, header.base_offset, 0, markers)
+    known = set(job.producer_ids.tolist())
+    return LiveProducers.of([each for each in state.items() if each[0] in known])
 
 
 def _fill(
@@ -144,12 +179,18 @@ class _Rewriting:
     """The second pass: writes what stays of the segments below the end."""
 
     def __init__(
-        self, storage: Storage, job: CleaningJob, offset_map: OffsetMap, ranges: AbortedRanges
+        self,
+        storage: Storage,
+        job: CleaningJob,
+        offset_map: OffsetMap,
+        ranges: AbortedRanges,
+        live: LiveProducers,
     ) -> None:
         self._storage = storage
         self._job = job
         self._map = offset_map
         self._ranges = ranges
+        self._live = live
         self._transactions = OpenTransactions()
         self._entries: dict[Offset, list[AbortedEntry]] = {}
         for entry in job.entries:
@@ -197,7 +238,7 @@ class _Rewriting:
             self._write(decoded, rows, kept, out)
 
     def _retain_batches(self, decoded: _Decoded, rows: RetainedRows) -> RetainedBatches:
-        block, live = decoded.block, self._job.live
+        block, live = decoded.block, self._live
         needed = self._epoch_starts(block.headers)
         if block.last:  # N2
             needed.append(len(block.headers) - 1)

@@ -32,7 +32,7 @@ The file is the head, then every producer, then every ended transaction.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -121,6 +121,10 @@ class Producers:
 
     def get(self, producer_id: int) -> ProducerStateEntry | None:
         return self._by_id.get(producer_id)
+
+    def ids(self) -> Iterable[int]:
+        """Return the ids in any order, without a copy."""
+        return self._by_id.keys()
 
     def items(self) -> list[tuple[int, ProducerStateEntry]]:
         return sorted(self._by_id.items())

@@ -149,8 +149,8 @@ def open_cleaned(storage: Storage, path: str, tail: str, replaced: Sequence[Segm
 
     replaced: the segments that it replaces, ascending
 
-    Raises `FileNotFoundError` if an opening of the log has removed the files, and `CorruptLog` if
-    they are not whole, or end elsewhere (W3).
+    Raises `FileNotFoundError` if an opening of the log has removed the files, and `InternalError`
+    if they are not whole, or end elsewhere (W3): the log itself is not damaged then (rule L9).
     """
     found = Segment(storage, path, replaced[0].base_offset, tail)
     for suffix in WRITTEN:
@@ -161,9 +161,9 @@ def open_cleaned(storage: Storage, path: str, tail: str, replaced: Sequence[Segm
         found.aborted = aborted.decode(found.read_file(TXNINDEX))
         whole = found.stored_bytes() == extent.size > 0
     except (ValueError, FileNotFoundError) as cause:
-        raise errors.CorruptLog(f"{found.path()}: {cause}") from cause
+        raise errors.InternalError(f"{found.path()}: {cause}") from cause
     if not whole or extent.next_offset != replaced[-1].written.next_offset:
-        raise errors.CorruptLog(
+        raise errors.InternalError(
             f"{found.path()} ends at offset {extent.next_offset}, the segments that it replaces at "
             f"{replaced[-1].written.next_offset}"
         )

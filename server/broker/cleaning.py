@@ -8,16 +8,19 @@ the files on the directory's write lane (log/swap.py).
 A leader and its followers clean their own logs, up to the last stable offset that each knows (C1).
 
 Invariants
-  K1  One log is cleaned at a time, and the event loop does none of the work.
+  K1  One log is cleaned at a time, and the event loop does none of the work.  Between two steps of
+      the loop logs with at most STEP_SEGMENTS segments are planned, a larger log in the read lane.
   K2  A cleaning is void, and its files are removed, if the log was cut, replaced, closed or lost a
       segment in the meantime, if it is late (compaction/retain: `deadline_ms`), or if a replica was
       added.
   K3  Tombstones and markers age only in a log with one replica (C4): replicas do not report their
       cleaned ends yet, so nothing is settled in other logs.
-  K4  A log that cannot be cleaned (damage, a full disk, a key that is too large) is tried again
-      after UNCLEANABLE_MS, and the other logs are cleaned.  It counts as uncleanable until then.
+  K4  A log that cannot be planned or cleaned (damage, a full disk, a key that is too large) is
+      tried again after UNCLEANABLE_MS, and the other logs are cleaned.  It counts as uncleanable
+      until then.  So does a log whose cleaned files would not leave the reserve of the disk (L16).
   K5  A swap that a full disk interrupted is tried again in every pass, also in a log without any
       other work (log/swap W2).
+  K6  Damage that a cleaning finds in the log takes the same way as damage that a reader finds (L9).
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from pk.compaction.cleaning_job import CleaningJob, CleaningResult, make_job, sw
 from pk.compaction.plan import CleanablePart, CompactionLimits, CompactionPlan, plan
 from pk.log import swap
 from pk.log.index import NO_TIMESTAMP
+from pk.log.partition_log import PartitionLog
 from pk.log.storage import Disk
 from pk.server.broker.clock_watch import ClockWatch
 from pk.server.replica.context import Environment
@@ -40,6 +44,8 @@ from pk.types import Offset, PartitionKey
 
 #: When a log that could not be cleaned is tried again.
 UNCLEANABLE_MS = 600_000
+#: Segments that are planned in one step of the event loop; a log counts as one more.
+STEP_SEGMENTS = 100
 #: The settled end of a log that has no other copy.
 _EVERYTHING = 2**62
 _NEVER = 2**63 - 1
@@ -100,33 +106,50 @@ class LogCleaner:
         for key, until_ms in known.items():
             if until_ms > now_ms and key in self._partitions:
                 self._uncleanable[key] = until_ms
-        due: list[tuple[float, Partition]] = []
-        ratio = 0.0
+        partition = await self._dirtiest()
+        self._env.metrics.uncleanable.set(len(self._uncleanable))
+        if partition is None:
+            return False
+        try:
+            return await self._clean(cleaner, partition)
+        except (errors.PkError, FileNotFoundError) as error:
+            self._not_cleaned(partition, error)
+            return True
+
+    async def _dirtiest(self) -> Partition | None:
+        """Return the dirtiest log that is due.  Logs that must be rolled first are rolled."""
+        dirtiest: Partition | None = None
+        ratio = due_ratio = 0.0
+        planned = 0
         for partition in list(self._partitions.values()):
+            if planned >= STEP_SEGMENTS:  # K1
+                planned = 0
+                await self._env.clock.sleep_ms(0)
+            planned += 1
             if partition.log.cleaned.pending and partition.online:
                 await self._finish(partition)
             if not self._cleanable(partition):
                 continue
-            found = await self._plan(partition)
+            planned += partition.log.segment_count
+            try:
+                found = await self._plan(partition)
+            except Exception as error:  # K4
+                self._not_cleaned(partition, error)
+                continue
             ratio = max(ratio, found.dirty_ratio)
             if found.roll and partition.leader is not None and partition.log.roll():
                 partition.writer.submit(partition, 0)
-            if found.due:
-                due.append((found.dirty_ratio, partition))
+            if found.due and (dirtiest is None or found.dirty_ratio > due_ratio):
+                dirtiest, due_ratio = partition, found.dirty_ratio
         self._env.metrics.cleaner_dirty_ratio.set(ratio)
-        self._env.metrics.uncleanable.set(len(self._uncleanable))
-        if not due:
-            return False
-        _, partition = max(due, key=lambda each: each[0])
-        found = await self._plan(partition)  # the log may have been cut since
-        if not found.due or not self._cleanable(partition):
-            return False
-        try:
-            return await self._clean(cleaner, partition, found)
-        except (errors.PkError, FileNotFoundError) as error:
-            self._uncleanable[partition.key] = self._env.now_ms + UNCLEANABLE_MS
-            self._env.warn("log_not_cleaned", partition=str(partition), why=str(error))
-            return True
+        return dirtiest
+
+    def _not_cleaned(self, partition: Partition, error: Exception) -> None:
+        """Note that a log cannot be planned or cleaned now (K4)."""
+        self._uncleanable[partition.key] = self._env.now_ms + UNCLEANABLE_MS
+        self._env.warn("log_not_cleaned", partition=str(partition), why=str(error))
+        if not isinstance(error, errors.PkError | FileNotFoundError):
+            self._env.bug("planning a cleaning", error)
 
     def _cleanable(self, partition: Partition) -> bool:
         """Whether the log may be cleaned now; note one that may not be cleaned as it is (K4)."""
@@ -153,23 +176,12 @@ class LogCleaner:
             wanted["min_compaction_lag_ms"],
             wanted["max_compaction_lag_ms"],
         )
-        first: Mapping[Offset, int] = {}
-        if limits.max_compaction_lag_ms < _NEVER:
-            first = await partition.writer.disk.read(log.cleaned.first_timestamps)
-        parts = [
-            CleanablePart(*each[:3], first.get(each.base_offset, NO_TIMESTAMP), each.max_timestamp)
-            for each in log.segments
-        ]
-        return plan(
-            parts[:-1],
-            limits,
-            active=parts[-1],
-            log_start=log.local_log_start,
-            cleaned_end=log.cleaned.end,
-            last_stable_offset=log.last_stable_offset(partition.high_watermark),
-            hold=log.retention_hold,
-            now_ms=self._clocks.trusted_ms(),
-        )
+        stable = log.last_stable_offset(partition.high_watermark)
+        work = partial(_plan_of, log, limits, stable, self._clocks.trusted_ms())
+        reads = limits.max_compaction_lag_ms < _NEVER
+        if reads or log.segment_count > STEP_SEGMENTS:
+            return await partition.writer.disk.read(partial(work, reads=reads))
+        return work(reads=False)
 
     def _settled_end(self, partition: Partition) -> Offset:
         """Return the offset below which every copy of the log is cleaned (C4, K3)."""
@@ -177,10 +189,17 @@ class LogCleaner:
         alone = leader is not None and tuple(leader.replicas) == (self._env.node_id,)
         return _EVERYTHING if alone else 0
 
-    async def _clean(self, cleaner: Cleaner, partition: Partition, found: CompactionPlan) -> bool:
-        """Clean one log.  Returns False if the result is void: other work comes first then."""
+    async def _clean(self, cleaner: Cleaner, partition: Partition) -> bool:
+        """Clean one log.  Returns False if the result is void: other work comes first then.
+
+        Raises `StorageFull` if the files would not leave the reserve of the disk (L16), and what
+        the cleaner and the disk raise.
+        """
         env, log, disk = self._env, partition.log, partition.writer.disk
         cuts = log.cuts
+        found = await self._plan(partition)  # the log may have been cut since it was chosen
+        if not found.due or log.cuts != cuts or not self._cleanable(partition):
+            return False
         began_ms, size, tail = env.now_ms, log.size_bytes, swap.tail_of(env.world.new_id())
         job = make_job(
             log,
@@ -192,13 +211,19 @@ class LogCleaner:
             map_bytes=env.server["log_cleaner_dedupe_buffer_size"],
             now_ms=self._clocks.trusted_ms(),
         )
+        refusal = partition.writer.space.room_refusal(sum(each.size for each in job.segments))
+        if refusal is not None:
+            env.metrics.cleanings_without_room.inc()
+            raise refusal
         try:
             result = await cleaner.clean(disk, job)
             done = await self._put_in_place(partition, job, result, cuts)
-        except (errors.PkError, FileNotFoundError):
+        except (errors.PkError, FileNotFoundError) as error:
             await self._discard(partition, tail)
-            if self._partitions.get(partition.key) is not partition:
-                return False  # it was deleted meanwhile
+            if self._changed(partition, cuts):
+                return False
+            if isinstance(error, errors.CorruptLog):  # K6
+                partition.storage_failed(error)
             raise
         if not done:
             await self._discard(partition, tail)
@@ -227,14 +252,12 @@ class LogCleaner:
         """Swap the written files in, on the directory's write lane; False if the cleaning is void
         (K2).
         """
-        log, key, disk = partition.log, partition.key, partition.writer.disk
-        if log.cuts != cuts:
+        log, disk = partition.log, partition.writer.disk
+        if self._changed(partition, cuts):
             return False
         made = swap_of(job, result)
         segments = await disk.read(partial(log.cleaned.open_written, made))
-        if self._partitions.get(key) is not partition or not partition.online:
-            return False
-        if key in self._changing or log.cuts != cuts or self._late(job):
+        if self._changed(partition, cuts) or self._late(job):
             return False
         if self._settled_end(partition) < job.cleaning.settled_end:
             return False
@@ -246,6 +269,12 @@ class LogCleaner:
         finally:
             log.cleaned.end_job()
         return True
+
+    def _changed(self, partition: Partition, cuts: int) -> bool:
+        """Whether the log was closed, deleted or replaced, or is or was cut (K2)."""
+        key = partition.key
+        mine = self._partitions.get(key) is partition and partition.online
+        return not mine or key in self._changing or partition.log.cuts != cuts
 
     def _late(self, job: CleaningJob) -> bool:
         deadline_ms, now_ms = job.cleaning.deadline_ms, self._clocks.trusted_ms()
@@ -260,3 +289,32 @@ class LogCleaner:
             await disk.write(partial(swap.discard, disk.storage, path, tail))
         except (errors.PkError, FileNotFoundError) as error:  # the next opening removes them
             self._env.warn("cleaned_files_left", partition=str(partition), why=str(error))
+
+
+def _plan_of(
+    log: PartitionLog,
+    limits: CompactionLimits,
+    last_stable_offset: Offset,
+    now_ms: int | None,
+    *,
+    reads: bool,
+) -> CompactionPlan:
+    """Plan a cleaning of one log, on any thread.
+
+    reads: read the timestamp of each dirty segment's first batch, for max_compaction_lag_ms
+    """
+    first: Mapping[Offset, int] = log.cleaned.first_timestamps() if reads else {}
+    parts = [
+        CleanablePart(*each[:3], first.get(each.base_offset, NO_TIMESTAMP), each.max_timestamp)
+        for each in log.segments
+    ]
+    return plan(
+        parts[:-1],
+        limits,
+        active=parts[-1],
+        log_start=log.local_log_start,
+        cleaned_end=log.cleaned.end,
+        last_stable_offset=last_stable_offset,
+        hold=log.retention_hold,
+        now_ms=now_ms,
+    )

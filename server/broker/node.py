@@ -456,7 +456,7 @@ async def _serve_process(process: RoleContext) -> None:
         metrics=process.metrics,
         log=process.log,
         on_fatal=lambda _: process.stopping.set(),
-        cleaner=CleanerChild(),
+        cleaner=CleanerChild(process.world.clock),
     )
     process.memory.find_frame_bytes_max = node.frame_bytes_max
     tasks = TaskRegistry(awaited)

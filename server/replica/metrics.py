@@ -89,6 +89,10 @@ class BrokerMetrics:
         self.cleaned = metrics.counter(
             "log_cleaner_bytes_total", "bytes that cleanings read and wrote", ("kind",)
         )
+        self.cleanings_without_room = metrics.counter(
+            "log_cleanings_without_room_total",
+            "cleanings that did not begin: their files would not leave disk_reserve_bytes",
+        )
         self.cleaner_dirty_ratio = metrics.gauge(
             "log_cleaner_max_dirty_ratio", "the dirty share of the dirtiest compacted log"
         )

@@ -18,7 +18,8 @@ measurement does not show a quota.
 Invariants
   D1  A full directory stays full until a measurement finds twice the reserve, and FAILED_MS have
       passed since an append found no room.
-  D2  The reserve limits only the appends of clients.  It does not limit the data that followers
+  D2  The reserve limits only the appends of clients, and work that may wait: a cleaning does not
+      begin if its files would not leave the reserve.  It does not limit the data that followers
       fetch, batches that the leader itself made, metadata or checkpoints.
 """
 
@@ -67,6 +68,18 @@ class DirectorySpace:
         self._changed()
         return errors.StorageFull(
             f"{self._root} would have less than disk_reserve_bytes ({self._reserve}) of free space",
+            directory=self._root,
+        )
+
+    def room_refusal(self, size: int) -> errors.StorageFull | None:
+        """Return why work that may wait must not write `size` bytes now; None = it may.  The
+        answer does not affect appends.
+        """
+        if not self._reserve or self.free is None or self.free - size >= self._reserve:
+            return None
+        return errors.StorageFull(
+            f"{self._root} has {self.free} bytes free: {size} more would leave less than "
+            f"disk_reserve_bytes ({self._reserve})",
             directory=self._root,
         )
 

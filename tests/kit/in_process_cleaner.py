@@ -12,15 +12,20 @@ from tests.kit.cleaned_log import HASH
 
 
 class InProcessCleaner:
-    """Cleans in the process of the test; `meanwhile` runs before the result is returned."""
+    """Cleans in the process of the test; `before` runs before the cleaning, `meanwhile` before the
+    result is returned.
+    """
 
     def __init__(self) -> None:
         self.jobs: list[CleaningJob] = []
+        self.before: Callable[[], Awaitable[None]] | None = None
         self.meanwhile: Callable[[], Awaitable[None]] | None = None
         self.error: Exception | None = None
 
     async def clean(self, disk: Disk, job: CleaningJob) -> CleaningResult:
         self.jobs.append(job)
+        if self.before is not None:
+            await self.before()
         result = await disk.compute(partial(local_cleaner.clean, disk.storage, job, HASH))
         if self.meanwhile is not None:
             await self.meanwhile()

@@ -11,6 +11,7 @@ from pk.compaction import cleaning_job, local_cleaner
 from pk.compaction.offset_map import ENTRY_BYTES
 from pk.log import batch as batches
 from pk.log.batch_cache import BatchCache
+from pk.log.segment import SNAPSHOT
 from tests.kit.cleaned_log import PATH, CleanedLog, Record
 
 
@@ -177,10 +178,10 @@ def test_a_job_and_its_result_survive_the_pipe() -> None:
     job = log.job()
     again = cleaning_job.job_from_json(cleaning_job.job_to_json(job))
     for name in job._fields:
-        if name != "live":
+        if name != "producer_ids":
             assert getattr(again, name) == getattr(job, name), name
-    for mine, theirs in zip(again.live, job.live, strict=True):
-        assert mine.tolist() == theirs.tolist()
+    assert job.producer_ids.size
+    assert again.producer_ids.tolist() == job.producer_ids.tolist()
     result = log.written(job)
     line = cleaning_job.result_to_json(result)
     assert cleaning_job.result_from_json(json.loads(line)) == result
@@ -230,3 +231,44 @@ def test_the_recent_batches_in_memory_end_with_a_swap() -> None:
     assert log.log.read_recent(0, bound=end, max_bytes=1 << 20) is not None
     log.clean()
     assert log.log.read_recent(0, bound=end, max_bytes=1 << 20) is None
+
+
+@pytest.mark.parametrize("snapshots", [True, False])
+def test_the_windows_of_producers_are_those_at_the_end_of_the_cleaning(snapshots: bool) -> None:
+    """compaction/local_cleaner N8: a cut takes the batches above, and the producer sends again."""
+    log = CleanedLog()
+    log.write(1, [(b"a", b"last below the end")])
+    log.write(0, [(b"a", b"new")])
+    log.write(0, [(b"b", b"the last batch of the segment stays")])
+    log.roll()
+    for n in range(6):
+        log.write(1, [(b"c", b"%d" % n)])
+    if not snapshots:
+        for name in log.storage.names(PATH):
+            if name.endswith(SNAPSHOT):
+                log.storage.remove(f"{PATH}/{name}")
+    log.clean()
+    headers = [batches.read_header(raw) for raw in log.raw(0)]
+    assert [(h.base_offset, h.record_count) for h in headers[:2]] == [(0, 0), (1, 1)]
+    assert headers[0].producer_id == 1
+
+
+def test_a_producer_that_the_log_forgot_has_no_window() -> None:
+    """compaction/local_cleaner N8: an empty header would stay for each producer for ever."""
+    log = CleanedLog()
+    log.write(0, [(b"b", b"the first batch of the epoch stays")])
+    log.write(1, [(b"a", b"old")])
+    log.write(0, [(b"a", b"new")])
+    log.roll()
+    log.write(0, [(b"tail", b"1")])
+    log.log.producers.expire(log.now_ms + 1, 0)
+    log.clean()
+    assert [batches.read_header(raw).base_offset for raw in log.raw(0)] == [0, 2, 3]
+
+
+def test_a_job_lists_the_producers_without_their_state() -> None:
+    """A log may know 100,000 producers, and the event loop makes the job."""
+    log = written()
+    log.roll()
+    log.log.producers.items = None  # type: ignore[method-assign, assignment]
+    assert sorted(log.job().producer_ids.tolist()) == sorted(log.log.producers.ids())

@@ -148,6 +148,7 @@ class Rig:
         self.storage = SimStorage("d1", self.world.random("disk"))
         self.disk = SimDisk(self.storage, self.mine.clock, self.world.random("lanes"))
         self.bugs: list[BaseException] = []
+        self.events: list[tuple[str, dict[str, Any]]] = []  #: the lines of the broker's log
         self.manager = Manager(self.disk)
         self.metrics = tracing.Metrics()
         env = Environment(
@@ -156,7 +157,7 @@ class Rig:
             settings.SERVER.resolve({}),
             BrokerMetrics(self.metrics),
             lambda where, bug: self.bugs.append(bug),
-            lambda event, **facts: None,
+            lambda event, **facts: self.events.append((event, facts)),
         )
         self.contact = True
         self.tier = Tier()

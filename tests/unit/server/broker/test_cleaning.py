@@ -11,7 +11,8 @@ from pk import errors
 from pk.log import batch as batches
 from pk.log import columns
 from pk.log.segment import CLEANED
-from pk.server.broker.cleaning import UNCLEANABLE_MS, LogCleaner
+from pk.server.broker import cleaning
+from pk.server.broker.cleaning import STEP_SEGMENTS, UNCLEANABLE_MS, LogCleaner
 from pk.server.replica.partition import Partition
 from pk.world import StreamKind
 from tests.kit.in_process_cleaner import InProcessCleaner
@@ -229,7 +230,7 @@ def test_a_deleted_topic_is_left_alone(
     rig.run(story)
 
 
-@pytest.mark.parametrize("error", [errors.StorageFull("no room"), errors.CorruptLog("damaged")])
+@pytest.mark.parametrize("error", [errors.StorageFull("no room"), errors.InvalidOption("no key")])
 def test_a_log_that_cannot_be_cleaned_is_tried_again_later(
     rig: Any, kit: Any, cleaner: LogCleaner, mine: InProcessCleaner, error: errors.PkError
 ) -> None:
@@ -250,6 +251,134 @@ def test_a_log_that_cannot_be_cleaned_is_tried_again_later(
     rig.run(story)
 
 
+def test_a_log_that_cannot_be_planned_does_not_end_the_pass(
+    rig: Any, kit: Any, cleaner: LogCleaner, mine: InProcessCleaner
+) -> None:
+    """broker/cleaning K4: the error of one log does not concern the others."""
+    partitions = [compacted(rig, number) for number in range(3)]
+    plan, failures = cleaner._plan, [errors.StorageFailed("no such disk"), ValueError("a bug")]
+
+    async def failing(partition: Partition) -> Any:
+        if partition is not partitions[2]:
+            raise failures[partitions.index(partition)]
+        return await plan(partition)
+
+    async def story() -> None:
+        for number in range(3):
+            await write(rig, kit, 5, partition=number)
+        cleaner._plan = failing  # type: ignore[method-assign]
+        assert await cleaner.clean_one(mine)
+        assert [job.path for job in mine.jobs] == ["topics/t-2"]
+        assert not await cleaner.clean_one(mine)
+        assert [str(each) for each in rig.bugs] == ["a bug"]
+        rig.bugs.clear()
+
+    rig.run(story)
+
+
+def test_planning_many_logs_leaves_time_to_the_loop(
+    rig: Any, kit: Any, cleaner: LogCleaner, mine: InProcessCleaner
+) -> None:
+    """broker/cleaning K1: 1,000 logs took 200 ms of the event loop at once."""
+    for number in range(3 * STEP_SEGMENTS):
+        compacted(rig, number)
+    plan, steps = cleaner._plan, [0]
+    clock: Any = rig.core.env.clock
+    sleep_ms = clock.sleep_ms
+
+    async def counting(partition: Partition) -> Any:
+        steps[-1] += 1
+        return await plan(partition)
+
+    async def pausing(wait_ms: float) -> None:
+        steps.append(0)
+        await sleep_ms(wait_ms)
+
+    async def story() -> None:
+        cleaner._plan = counting  # type: ignore[method-assign]
+        clock.sleep_ms = pausing
+        assert not await cleaner.clean_one(mine)
+        assert sum(steps) == 3 * STEP_SEGMENTS
+        assert max(steps) <= STEP_SEGMENTS / 2
+
+    rig.run(story)
+
+
+def test_a_log_of_many_segments_is_planned_in_the_read_lane(
+    rig: Any, kit: Any, cleaner: LogCleaner, mine: InProcessCleaner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """broker/cleaning K1: the event loop does not walk over all of its segments."""
+    partition = compacted(rig)
+    monkeypatch.setattr(cleaning, "STEP_SEGMENTS", 3)
+    reads: list[Any] = []
+
+    async def story() -> None:
+        await write(rig, kit, 5)
+        read = rig.disk.read
+
+        async def noted(work: Any) -> Any:
+            reads.append(work)
+            return await read(work)
+
+        rig.disk.read = noted
+        plan = await cleaner._plan(partition)
+        assert (len(reads), plan.due) == (1, True)
+
+    rig.run(story)
+
+
+def test_a_cleaning_leaves_the_reserve_of_the_disk(
+    rig: Any, kit: Any, cleaner: LogCleaner, mine: InProcessCleaner
+) -> None:
+    """Rule L16: a cleaning writes as much as it reads before anything is removed."""
+    partition = compacted(rig)
+    space = partition.writer.space
+
+    async def story() -> None:
+        await write(rig, kit, 5)
+        space._reserve = 1 << 20
+        space.measured((1 << 20) + 40_000, rig.core.env.now_ms)
+        assert await cleaner.clean_one(mine)
+        assert not mine.jobs
+        assert not await cleaner.clean_one(mine)
+        told = [facts for event, facts in rig.events if event == "log_not_cleaned"]
+        assert len(told) == 1
+        assert "disk_reserve_bytes" in told[0]["why"]
+        space.measured((1 << 20) + 80_000, rig.core.env.now_ms)
+        await rig.mine.clock.sleep_ms(UNCLEANABLE_MS + 1)
+        assert await cleaner.clean_one(mine)
+        assert partition.log.cleaned.end == 16
+
+    rig.run(story)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_damage_that_a_cleaning_finds_is_reported_like_any_other(
+    rig: Any, kit: Any, cleaner: LogCleaner, mine: InProcessCleaner, cut: bool
+) -> None:
+    """broker/cleaning K6: unless the log was cut while it was read."""
+    partition = compacted(rig)
+
+    async def story() -> None:
+        await write(rig, kit, 5)
+        file = rig.storage.open("topics/t-0/00000000000000000004.log")
+        file.write_at(3000, b"damage")
+        file.close()
+
+        async def meanwhile() -> None:
+            if cut:
+                await rig.disk.write(partial(partition.log.truncate_to, 9))
+
+        mine.before = meanwhile
+        assert await cleaner.clean_one(mine) is not cut
+        for _ in range(100):
+            await rig.mine.clock.sleep_ms(10)
+        assert [(each.start, each.end) for each in partition.log.damage] == [(4, 8)] * (not cut)
+        rig.core.partitions.clear()
+
+    rig.run(story)
+
+
 def interrupt_a_swap(rig: Any) -> None:
     """Let the disk be full once a swap is decided."""
 
@@ -263,7 +392,7 @@ def interrupt_a_swap(rig: Any) -> None:
 def test_an_interrupted_swap_is_finished_although_the_log_has_no_other_work(
     rig: Any, kit: Any, cleaner: LogCleaner, mine: InProcessCleaner
 ) -> None:
-    """broker/cleaning K5"""
+    """broker/cleaning K5: the pass of the cleaner finishes it."""
     partition = compacted(rig)
 
     async def story() -> None:
@@ -284,7 +413,7 @@ def test_an_interrupted_swap_is_finished_although_the_log_has_no_other_work(
 def test_retention_drops_nothing_while_a_swap_is_pending(
     rig: Any, kit: Any, cleaner: LogCleaner, mine: InProcessCleaner
 ) -> None:
-    """log/swap W2"""
+    """log/swap W2: a plan that retention makes then is void, too."""
     partition = compacted(rig, cleanup_policy="compact,delete")
 
     async def story() -> None:

@@ -1,0 +1,91 @@
+"""The cleaner process as the broker sees it: answers, deaths, and a process that hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from pk import errors
+from pk.clock import SystemClock
+from pk.compaction.cleaning_job import CleaningJob
+from pk.server.broker.cleaner_child import CleanerChild
+from tests.kit.cleaned_log import CleanedLog
+
+ANSWERS = "import sys\nfor line in sys.stdin: print('{}', flush=True)".format
+BACKOFF_MS = (300, 600)
+
+
+class StoppedClock(SystemClock):
+    """Notes what is waited for, and does not wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[float] = []
+
+    def monotonic_ms(self) -> int:
+        return 1000
+
+    async def sleep_ms(self, duration_ms: float) -> None:
+        self.waits.append(duration_ms)
+
+
+def job(time_limit_ms: int = 60_000) -> CleaningJob:
+    log = CleanedLog()
+    log.write(0, [(b"a", b"1")])
+    log.roll()
+    log.write(0, [(b"a", b"2")])
+    return log.job()._replace(time_limit_ms=time_limit_ms)
+
+
+def run(story: Callable[[StoppedClock], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(story(StoppedClock()))
+
+
+def child(clock: StoppedClock, program: str) -> CleanerChild:
+    return CleanerChild(clock, (sys.executable, "-c", program), BACKOFF_MS)
+
+
+def test_a_process_that_hangs_is_killed_and_the_next_one_waits() -> None:
+    async def story(clock: StoppedClock) -> None:
+        mine = child(clock, "import time\ntime.sleep(3600)")
+        for waits in ([], [300], [300, 600], [300, 600, 600]):
+            with pytest.raises(errors.InternalError, match="did not answer within 50 ms"):
+                await mine.clean(None, job(50))  # type: ignore[arg-type]
+            assert mine.pid is None
+            assert clock.waits == waits
+
+    run(story)
+
+
+def test_a_process_that_died_is_replaced_after_a_back_off() -> None:
+    async def story(clock: StoppedClock) -> None:
+        mine = child(clock, "import sys\nsys.stdin.readline()\nsys.exit(3)")
+        for waits in ([], [300]):
+            with pytest.raises(errors.InternalError, match="died"):
+                await mine.clean(None, job())  # type: ignore[arg-type]
+            assert clock.waits == waits
+            assert mine.pid is None
+
+    run(story)
+
+
+def test_an_error_of_the_process_keeps_its_details() -> None:
+    """The broker surveys the log at the offset of the damage (rule L9)."""
+    code = errors.CorruptLog.code
+    told = f'{{"failed": {code}, "message": "bad", "details": {{"offset": "7"}}}}'
+
+    async def story(clock: StoppedClock) -> None:
+        mine = child(clock, ANSWERS(told))
+        for _ in range(2):
+            with pytest.raises(errors.CorruptLog, match="bad") as found:
+                await mine.clean(None, job())  # type: ignore[arg-type]
+            assert found.value.details == {"offset": "7"}
+        assert mine.pid is not None
+        assert not clock.waits
+        await mine.close()
+
+    run(story)
