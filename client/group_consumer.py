@@ -107,7 +107,7 @@ class GroupConsumer(ABC):
         other members, `NotPartitionOwner`, `FencedInstanceId`, `NonEmptyGroup`, `RequestTimedOut`.
         """
         member = self._member()
-        wanted = self._positions() if offsets is None else _to_commit(offsets)
+        wanted = self._positions() if offsets is None else to_commit(offsets)
         if asynchronous:
             self._call(lambda: member.commit_soon(wanted))
             return
@@ -257,7 +257,7 @@ class GroupConsumer(ABC):
             self._give_up(member, gone, CLOSE_S)
 
 
-def _to_commit(
+def to_commit(
     offsets: Mapping[TopicPartition, int | OffsetAndMetadata],
 ) -> dict[TopicPartition, OffsetAndMetadata]:
     """Return checked offsets.  Raises `TypeError` and `InvalidOption`."""

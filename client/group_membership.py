@@ -23,6 +23,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from pk import errors
@@ -60,6 +61,8 @@ class ConsumerGroupMetadata(NamedTuple):
     generation: int
     member_id: str
     group_instance_id: str
+    #: The ids of the topics that the consumer reads (L8).
+    topic_ids: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -114,7 +117,15 @@ class GroupMembership:
     def metadata(self) -> ConsumerGroupMetadata:
         """Return who commits now."""
         instance = self._options["group_instance_id"] if self._member_id else ""
-        return ConsumerGroupMetadata(self.group_id, self._generation, self._member_id, instance)
+        topics = self._cluster.metadata.topics
+        ids = {
+            name: topics[name].topic_id
+            for name in sorted({place.topic for place in self.applied})
+            if name in topics
+        }
+        return ConsumerGroupMetadata(
+            self.group_id, self._generation, self._member_id, instance, ids
+        )
 
     # -- what the consumer calls, on the loop ------------------------------------------------------
 
@@ -439,7 +450,9 @@ class GroupMembership:
             return found
         for name in sorted({place.topic for place in places}):
             await self._cluster.topic(name, timeout_ms)
-        request = wire.OffsetFetchRequest()
+        # A transaction that has not ended may still change the offset (X2).
+        stable = self._options["isolation_level"] == "read_committed"
+        request = wire.OffsetFetchRequest(require_stable=stable)
         request.groups.add(group_id=self.group_id, topics=self._by_topic(places))
         keys = {self._cluster.metadata.key(place): place for place in places}
         reply = await self._calls.call_of_one(request, timeout_ms)

@@ -19,8 +19,11 @@ from typing import Any
 from pk import errors
 from pk.client import arguments
 from pk.client.connection import LoopThread
+from pk.client.group_consumer import to_commit
+from pk.client.group_membership import ConsumerGroupMetadata, OffsetAndMetadata
 from pk.client.transaction_engine import TransactionEngine
 from pk.client.transaction_manager import TransactionCall
+from pk.types import TopicPartition
 
 
 class ProducerTransactions:
@@ -69,16 +72,37 @@ class ProducerTransactions:
         """
         self._transact(TransactionCall.ABORT, timeout_s)
 
-    def send_offsets_to_transaction(self, offsets: Mapping[Any, Any], group_metadata: Any) -> None:
-        """Commit offsets of a consumer group with the transaction.
+    def send_offsets_to_transaction(
+        self,
+        offsets: Mapping[TopicPartition, int | OffsetAndMetadata],
+        group_metadata: ConsumerGroupMetadata,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Commit offsets of a consumer group with the transaction (KIP-447).
 
-        Raises `UnsupportedFeature`: this build does not have it.  Keep the offsets in a topic or a
-        table of your own meanwhile (docs/transactions.md).
+        offsets: partition → offset of the next record to process, or an `OffsetAndMetadata`
+        group_metadata: of the consumer that read the records, `consumer.group_metadata()`, taken
+            before the next poll.  Set `enable_auto_commit=False` on that consumer.
+        timeout_s: seconds; None = max_block_ms
+
+        They count when the transaction commits, and never if it is aborted.  Until then a consumer
+        that gets the partitions waits for the outcome.
+
+        Raises `TransactionAborted` if the group's coordinator refuses the offsets, or does not
+        answer in time: call `abort_transaction`, and read the records again from the committed
+        offsets.  `__cause__` says why: `UnknownMemberId`, `IllegalGeneration` or
+        `RebalanceInProgress` if the group has gone on without the consumer, `NotPartitionOwner`,
+        `FencedInstanceId`, `NonEmptyGroup`, `RequestTimedOut`.
         """
-        raise errors.UnsupportedFeature(
-            "send_offsets_to_transaction is not in this build: keep the offsets in a topic of your "
-            "own and send them in the transaction"
-        )
+        wanted = to_commit(offsets)
+        if not isinstance(group_metadata, ConsumerGroupMetadata):
+            raise errors.InvalidOption(
+                f"group_metadata is {group_metadata!r}: pass consumer.group_metadata()"
+            )
+        seconds = self._seconds(timeout_s)
+        engine = self._engine_of("send_offsets_to_transaction")
+        timeout_ms = max(1, int(seconds * 1000))
+        self._thread.run(engine.send_offsets(wanted, group_metadata, timeout_ms), seconds)
 
     @contextlib.contextmanager
     def transaction(self, timeout_s: float | None = None) -> Iterator[None]:
@@ -102,18 +126,26 @@ class ProducerTransactions:
 
     def _transact(self, call: TransactionCall, timeout_s: float | None) -> None:
         """Make a call and wait for its outcome."""
-        if timeout_s is not None:
-            timeout_s = arguments.seconds(timeout_s)
-        else:
-            timeout_s = self._options["max_block_ms"] / 1000
+        seconds = self._seconds(timeout_s)
+        engine = self._engine_of(call.value)
+        timeout_ms = max(1, int(seconds * 1000))
+        self._thread.run(engine.call(call, timeout_ms), seconds)
+
+    def _seconds(self, timeout_s: float | None) -> float:
+        """Return the time-out of a call in seconds."""
+        if timeout_s is None:
+            return float(self._options["max_block_ms"]) / 1000
+        return arguments.seconds(timeout_s)
+
+    def _engine_of(self, name: str) -> TransactionEngine:
+        """Return the engine of a call.  Raises `ClosedError`, `InvalidTxnState`."""
         if self._closed:
             raise errors.ClosedError("the producer was closed")
         if self._transactions is None:
             raise errors.InvalidTxnState(
-                f"{call.value} needs the option transactional_id: Producer(…, transactional_id=…)"
+                f"{name} needs the option transactional_id: Producer(…, transactional_id=…)"
             )
-        timeout_ms = max(1, int(timeout_s * 1000))
-        self._thread.run(self._transactions.call(call, timeout_ms), timeout_s)
+        return self._transactions
 
     def _check_send(self) -> None:
         """Raise the error of `send` outside a transaction."""

@@ -22,6 +22,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from pk import errors
+from pk.client.group_membership import ConsumerGroupMetadata, OffsetAndMetadata
 from pk.client.network_client import NetworkClient
 from pk.client.produce_engine import ProduceEngine
 from pk.client.sender_events import ForceClose
@@ -39,8 +40,10 @@ from pk.client.transaction_manager import (
     TransactionEvent,
     TransactionManager,
 )
+from pk.client.transaction_offsets import TransactionOffsets
 from pk.effects import Effect, Publish, Respond, Send, SetTimer
 from pk.tasks import TaskRegistry
+from pk.types import TopicPartition
 from pk.world import World
 
 _log = logging.getLogger("pk.client")
@@ -70,6 +73,7 @@ class TransactionEngine:
         self._cluster = cluster
         self._engine = engine
         self._request_timeout_ms: int = options["request_timeout_ms"]
+        self._offsets = TransactionOffsets(world, cluster, self._request_timeout_ms)
         self._tasks = TaskRegistry()
         self._timer: asyncio.TimerHandle | None = None
         self._events: deque[TransactionEvent] = deque()
@@ -115,6 +119,40 @@ class TransactionEngine:
         error = outcome.result()
         if error is not None:
             raise error
+
+    async def send_offsets(
+        self,
+        offsets: Mapping[TopicPartition, OffsetAndMetadata],
+        group: ConsumerGroupMetadata,
+        timeout_ms: int,
+    ) -> None:
+        """Commit offsets of a group with the transaction.  After a failure it can only be aborted
+        (client/transaction_offsets F3).
+
+        Raises `InvalidTxnState` outside a transaction, `TransactionAborted` after a refusal of the
+        group's coordinator or without an answer.
+        """
+        self._open_pair()
+        if not offsets:
+            return
+        self._step(BatchHanded())  # the coordinator of the transaction may know of it
+        try:
+            await self._offsets.send(self._open_pair, offsets, group, timeout_ms)
+        except errors.PkError as failure:
+            self._step(BatchFailed(failure))
+            raise (self.manager.refusal(TransactionCall.SEND) or failure) from failure
+        except asyncio.CancelledError:
+            self._step(BatchFailed(errors.RequestTimedOut("the offsets have no outcome")))
+            raise
+        finally:
+            self._on_engine_step()
+
+    def _open_pair(self) -> tuple[int, int]:
+        """Return the pair of the open transaction.  Raises the error of `send` without one."""
+        refusal = self.manager.refusal(TransactionCall.SEND)
+        if refusal is not None:
+            raise refusal
+        return self.manager.pair
 
     def _obstacle(self) -> str:
         """Return what the call waits for, as words for its error."""
@@ -166,7 +204,7 @@ class TransactionEngine:
             self._step(BatchHanded())
         if engine.sender.failed is not None and manager.committable:
             self._step(BatchFailed(engine.sender.failed))
-        if manager.ending and engine.settled:
+        if manager.ending and engine.settled and not self._offsets.in_flight:
             self._step(BatchesSettled())
 
     def _step(self, event: TransactionEvent) -> None:

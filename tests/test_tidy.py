@@ -74,6 +74,7 @@ WORLD_GENERIC = {
     "pk.client.participant",
     "pk.client.produce_engine",
     "pk.client.transaction_engine",
+    "pk.client.transaction_offsets",
     "pk.tiering.file_checker",
     "pk.tiering.file_merger",
     "pk.tiering.log_reading",

@@ -113,7 +113,7 @@ class BrokerStreams:
             PartitionDescriptions(hosted, core.replicas, metadata, core.corruption),
             self.tier,
             CoordinatorRequests(metadata, core.internal_topics),
-            GroupRequests(core.groups, core.publisher),
+            GroupRequests(core.groups, core.publisher, self.appends),
             core.channels.handlers,
         )
 

@@ -103,10 +103,28 @@ class CommitOffsets:
 
 
 @dataclass(slots=True, frozen=True)
+class CommitTransactionOffsets:
+    """As `CommitOffsets`, for offsets that count when a producer's transaction commits (X2).
+
+    The caller has the word of the transaction's coordinator that this partition of
+    `__consumer_offsets` belongs to the open transaction.
+    Reply: `TxnOffsetCommitReply`.  Raises also what refuses one partition: all or none are stored.
+    """
+
+    request: wire.TxnOffsetCommitRequest
+    image: MetadataImage
+
+
+@dataclass(slots=True, frozen=True)
 class FetchOffsets:
-    """Reply: `FetchedOffsets`.  An unknown group has no offsets."""
+    """Reply: `FetchedOffsets`.  An unknown group has no offsets.
+
+    require_stable: raises `UnstableOffsetCommit` if an open transaction has an offset of one of the
+    partitions (X2).
+    """
 
     request: wire.OffsetFetchGroup
+    require_stable: bool = False
 
 
 @dataclass(slots=True, frozen=True)
@@ -176,6 +194,7 @@ Command = (
     | ExpireMembers
     | EndJoin
     | CommitOffsets
+    | CommitTransactionOffsets
     | FetchOffsets
     | DescribeGroup
     | ListGroups

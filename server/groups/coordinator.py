@@ -15,11 +15,14 @@ Invariants
   N5  No offset expires while the clock is not trusted (rule L10).  Sessions are monotonic.
   N6  A join or a sync waits at most JOIN_WAIT_MS, and a third of the member's session timeout.
       Then it is answered `pending` and the client asks again, so a member that waits is heard.
+  N7  A commit of a transaction that waits for the transaction's coordinator counts as pending:
+      a fetch with require_stable waits for its outcome.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -33,14 +36,14 @@ from pk.server.groups import commands, records
 from pk.server.groups.groups import ConsumerGroup
 from pk.server.groups.machine import GroupCoordinator
 from pk.server.groups.sessions import MemberSessions
-from pk.server.groups.state import GroupState
+from pk.server.groups.state import GroupState, keys_of
 from pk.server.metadata.cache import MetadataCache
 from pk.server.replica.context import ControllerContact, Environment, MetadataProgress
 from pk.server.replica.partition import Partition
 from pk.server.replica.replay_log import PartitionReplayLog
 from pk.server.runtime.replayed_host import ReplayedHost
 from pk.tasks import TaskRegistry
-from pk.types import NONE, Epoch, TopicId
+from pk.types import NONE, Epoch, PartitionKey, TopicId
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 
@@ -70,10 +73,12 @@ class _HostedGroups:
         number: int,
         epoch: Epoch,
         host: ReplayedHost[Any, Any],
-        log: PartitionReplayLog[records.GroupLogRecord],
+        log: PartitionReplayLog[records.GroupLogRecord | records.EndedTransaction],
         sessions: MemberSessions,
+        key: PartitionKey,
     ) -> None:
         self.number = number
+        self.key = key
         self.epoch = epoch
         self.host = host
         self._log = log
@@ -82,8 +87,21 @@ class _HostedGroups:
         self.resumed: Any = None  #: the machine whose sessions were begun (N3)
         self.expire_at_ms = 0  #: when offsets are looked at next
         self.absent: frozenset[TopicId] = frozenset()  #: of the last look
+        #: By group: the partitions of commits that wait for a transaction's coordinator (N7).
+        self.parked: dict[str, Counter[PartitionKey]] = {}
         #: By group; only those that a request waits for.
         self._changes: WeakValueDictionary[str, asyncio.Event] = WeakValueDictionary()
+
+    def check_parked(self, asked: wire.OffsetFetchGroup) -> None:
+        """Raise `UnstableOffsetCommit` if a commit that is parked has one of the partitions (N7).
+
+        No partitions = all of the group.
+        """
+        found = self.parked.get(asked.group_id)
+        if found and (not asked.topics or not found.keys().isdisjoint(keys_of(asked.topics))):
+            raise errors.UnstableOffsetCommit(
+                f"group {asked.group_id!r}: a transaction commits offsets now: ask again"
+            )
 
     @property
     def groups(self) -> Mapping[str, ConsumerGroup]:
@@ -165,7 +183,12 @@ class GroupCoordinators:
             server["offset_metadata_max_bytes"],
         )
         log = PartitionReplayLog(
-            partition, epoch, self._env.clock, records.to_row, records.from_row
+            partition,
+            epoch,
+            self._env.clock,
+            records.to_row,
+            records.from_row,
+            records.TransactionalOffsets(),
         )
         host: ReplayedHost[Any, Any] = ReplayedHost(
             partial(GroupCoordinator, rules),
@@ -176,7 +199,9 @@ class GroupCoordinators:
             unavailable=errors.NotCoordinator,
         )
         sessions = MemberSessions(rules.initial_rebalance_delay_ms)
-        hosted = self._hosted[number] = _HostedGroups(number, epoch, host, log, sessions)
+        hosted = self._hosted[number] = _HostedGroups(
+            number, epoch, host, log, sessions, partition.key
+        )
         hosted.expire_at_ms = self._env.now_ms + EXPIRE_MS
         return hosted
 
@@ -374,6 +399,43 @@ class GroupCoordinators:
         reply: wire.OffsetCommitReply = await self._ask(hosted, command)
         return reply
 
+    async def commit_in_transaction(
+        self,
+        request: wire.TxnOffsetCommitRequest,
+        progress: MetadataProgress,
+        register: Callable[[PartitionKey], Awaitable[None]],
+    ) -> wire.TxnOffsetCommitReply:
+        """Store offsets that count when the producer's transaction commits (X2).
+
+        The partition of `__consumer_offsets` becomes one of the transaction first.  Meanwhile the
+        commit is parked (N7).
+
+        register: returns once a partition that this broker leads is one of the transaction (X6),
+            or raises the refusal of the transaction's coordinator
+        """
+        group_id = request.member.group_id
+        hosted = self._serving(group_id)
+        await progress.reached(request.metadata_offset, METADATA_WAIT_MS)
+        places = Counter(keys_of(request.topics))
+        if len(places) > limits.OFFSETS_PER_REQUEST_MAX:
+            raise errors.InvalidRequest(
+                f"{len(places)} partitions in one commit; {limits.OFFSETS_PER_REQUEST_MAX} are "
+                "allowed: commit them in parts"
+            )
+        parked = hosted.parked.setdefault(group_id, Counter())
+        parked.update(places)
+        try:
+            await register(hosted.key)
+            if self._serving(group_id) is not hosted:
+                raise errors.NotCoordinator(f"the leader epoch of {hosted.key} ended meanwhile")
+            command = commands.CommitTransactionOffsets(request, self._metadata.image)
+            reply: wire.TxnOffsetCommitReply = await self._ask(hosted, command)
+            return reply
+        finally:
+            parked -= places
+            if not parked:
+                hosted.parked.pop(group_id, None)
+
     async def fetch(self, request: wire.OffsetFetchRequest) -> wire.OffsetFetchReply:
         """Return the offsets of groups; each has its own error."""
         _check_count(len(request.groups))
@@ -381,7 +443,10 @@ class GroupCoordinators:
         for each in request.groups:
             try:
                 hosted = self._serving(each.group_id)
-                reply.groups.append(await self._ask(hosted, commands.FetchOffsets(each)))
+                if request.require_stable:
+                    hosted.check_parked(each)
+                command = commands.FetchOffsets(each, request.require_stable)
+                reply.groups.append(await self._ask(hosted, command))
             except errors.PkError as error:
                 reply.groups.add(group_id=each.group_id, error=frames.error_of(error))
         return reply

@@ -3,21 +3,23 @@
 Invariants
   I1  `apply` is called in the order of the log, and is the only mutator.
   I2  `owners` and `instances` of a group follow from its assignment and its members.
+  I3  Of two offsets of a partition, the one whose record is later in the log counts, also if the
+      transaction of the earlier one ends later.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from pk import errors, limits
 from pk.effects import Decision, Publish
 from pk.group_ids import TOPIC, partition_of_group
 from pk.server.groups import records
 from pk.server.groups.commands import CHANGED, GroupRules
-from pk.server.groups.records import GroupLogRecord
+from pk.server.groups.records import EndedTransaction, GroupLogRecord
 from pk.server.groups.state import Assigned, CommittedOffset, GroupMetadata, GroupState, Member
-from pk.types import NONE, PartitionKey
+from pk.types import NONE, Offset, PartitionKey
 from pk.wire import pk_pb2 as wire
 
 Out = Decision[GroupLogRecord]
@@ -32,10 +34,25 @@ def check_name(name: str, what: str) -> None:
         )
 
 
+class PendingTransaction(NamedTuple):
+    """A transaction whose marker the machine has not applied."""
+
+    producer_id: int
+    epoch: int
+
+
 class ConsumerGroup:
     """One group: its metadata, members, assignment and offsets."""
 
-    __slots__ = ("assignment", "instances", "members", "metadata", "offsets", "owners")
+    __slots__ = (
+        "assignment",
+        "instances",
+        "members",
+        "metadata",
+        "offsets",
+        "owners",
+        "pending",
+    )
 
     def __init__(self, group_id: str) -> None:
         self.metadata = GroupMetadata(group_id)
@@ -45,6 +62,8 @@ class ConsumerGroup:
         #: Every assigned or released partition → the member that may commit it.
         self.owners: dict[PartitionKey, str] = {}
         self.offsets: dict[PartitionKey, CommittedOffset] = {}
+        #: The offsets of transactions whose marker is not applied (X2).
+        self.pending: dict[PendingTransaction, dict[PartitionKey, CommittedOffset]] = {}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ConsumerGroup) and all(
@@ -62,6 +81,10 @@ class ConsumerGroup:
     def generation(self) -> int:
         """The generation of the group."""
         return self.metadata.generation
+
+    def is_pending(self, key: PartitionKey) -> bool:
+        """Whether an open transaction has an offset of the partition (X2)."""
+        return any(key in each for each in self.pending.values())
 
     def joined(self, member: Member) -> bool:
         """Whether the member has joined the rebalance that is being prepared."""
@@ -87,8 +110,14 @@ class ConsumerGroup:
 
     # -- records -----------------------------------------------------------------------------------
 
-    def apply(self, key: records.GroupKey, value: wire.GroupRecord | None) -> None:
-        """Apply one record of the group."""
+    def apply(
+        self,
+        key: records.GroupKey,
+        value: wire.GroupRecord | None,
+        at: Offset,
+        transaction: PendingTransaction | None = None,
+    ) -> None:
+        """Apply the record at `at`.  transaction: of the offset; None = it counts at once."""
         if key.kind == records.GROUP:
             group_id = self.metadata.group_id
             self.metadata = (
@@ -112,8 +141,17 @@ class ConsumerGroup:
             assert key.partition is not None
             if value is None:
                 self.offsets.pop(key.partition, None)
-            else:
-                self.offsets[key.partition] = records.offset_of(value.offset)
+                return
+            offsets = self.offsets
+            if transaction is not None:
+                offsets = self.pending.setdefault(transaction, {})
+            _keep_newest(offsets, key.partition, records.offset_of(value.offset, at))
+
+    def end_transaction(self, transaction: PendingTransaction, *, commit: bool) -> None:
+        """Make the offsets of a transaction count, or drop them."""
+        pending = self.pending.pop(transaction, {})
+        for key, committed in pending.items() if commit else ():
+            _keep_newest(self.offsets, key, committed)
 
     def _member(self, member_id: str, member: Member | None) -> None:
         before = self.members.pop(member_id, None)
@@ -125,6 +163,17 @@ class ConsumerGroup:
                 self.instances[member.instance_id] = member_id
 
 
+def _keep_newest(
+    offsets: dict[PartitionKey, CommittedOffset], key: PartitionKey, committed: CommittedOffset
+) -> None:
+    """Set an offset unless the known offset has a later record: a marker is later than the
+    record that it makes count, and a repeated request may find its earlier record.
+    """
+    known = offsets.get(key)
+    if known is None or known.at <= committed.at:
+        offsets[key] = committed
+
+
 class Groups:
     """The groups of one partition."""
 
@@ -132,25 +181,55 @@ class Groups:
         self.rules = rules
         self._by_id: dict[str, ConsumerGroup] = {}
         self._recorded: set[str] = set()  #: groups that have a record of their own
+        #: By producer id and epoch: the groups that have offsets of the transaction (X2).  A
+        #: producer has two if the marker of the first one is appended and not yet committed.
+        self._open: dict[int, dict[int, set[str]]] = {}
 
     def items(self) -> Mapping[str, ConsumerGroup]:
         """Return every group."""
         return self._by_id
 
-    def apply(self, offset: int, record: GroupLogRecord) -> None:
+    def apply(self, offset: Offset, record: GroupLogRecord | EndedTransaction) -> None:
         """Apply one record of the log.  Raises `CorruptLog` and `NewerFormat` for its bytes."""
+        if isinstance(record, EndedTransaction):
+            self._end_transaction(record)
+            return
         key = records.decode_key(record.key)
         group = self._by_id.get(key.group_id)
         if group is None:
             if record.value is None:
                 return
             group = self._by_id[key.group_id] = ConsumerGroup(key.group_id)
-        group.apply(key, record.value)
+        if record.producer is None:
+            group.apply(key, record.value, offset)
+        else:
+            transaction = PendingTransaction(*record.producer[:2])
+            opened = self._open.setdefault(transaction.producer_id, {})
+            opened.setdefault(transaction.epoch, set()).add(key.group_id)
+            group.apply(key, record.value, offset, transaction)
         if key.kind == records.GROUP:
             (self._recorded.discard if record.value is None else self._recorded.add)(key.group_id)
-        rest = group.members or group.assignment or group.offsets
-        if record.value is None and key.group_id not in self._recorded and not rest:
-            del self._by_id[key.group_id]
+        if record.value is None:
+            self._drop_if_empty(group)
+
+    def _drop_if_empty(self, group: ConsumerGroup) -> None:
+        """Forget a group of which no record is left."""
+        group_id = group.metadata.group_id
+        rest = group.members or group.assignment or group.offsets or group.pending
+        if group_id not in self._recorded and not rest:
+            del self._by_id[group_id]
+
+    def _end_transaction(self, ended: EndedTransaction) -> None:
+        """Apply a marker; one that was applied before finds nothing of its transaction."""
+        opened = self._open.get(ended.producer_id, {})
+        for epoch in [each for each in opened if each < ended.producer_epoch]:
+            for group_id in opened.pop(epoch):
+                group = self._by_id[group_id]
+                transaction = PendingTransaction(ended.producer_id, epoch)
+                group.end_transaction(transaction, commit=ended.commit)
+                self._drop_if_empty(group)
+        if not opened:
+            self._open.pop(ended.producer_id, None)
 
     def find(self, group_id: str) -> ConsumerGroup | None:
         """Return a group of this coordinator; None if it is not known.

@@ -20,7 +20,7 @@ from typing import Any
 from pk.server.groups import commands, membership, offsets, queries
 from pk.server.groups.commands import Command, GroupRules
 from pk.server.groups.groups import ConsumerGroup, Groups, Out
-from pk.server.groups.records import GroupLogRecord
+from pk.server.groups.records import EndedTransaction, GroupLogRecord
 
 
 class GroupCoordinator:
@@ -38,8 +38,8 @@ class GroupCoordinator:
         """Return the records, the reply and the effects of `command`.  Raises typed refusals."""
         return _DECISIONS[type(command)](self._groups, command, now_ms)
 
-    def apply(self, offset: int, record: GroupLogRecord) -> None:
-        """Apply one record of the log."""
+    def apply(self, offset: int, record: GroupLogRecord | EndedTransaction) -> None:
+        """Apply one record of the log, or a marker."""
         self._groups.apply(offset, record)
 
 
@@ -50,6 +50,7 @@ _DECISIONS: Mapping[type, Callable[[Groups, Any, int], Out]] = {
     commands.ExpireMembers: membership.expire,
     commands.EndJoin: membership.end_join,
     commands.CommitOffsets: offsets.commit,
+    commands.CommitTransactionOffsets: offsets.commit_in_transaction,
     commands.FetchOffsets: offsets.fetch,
     commands.DescribeGroup: queries.describe,
     commands.ListGroups: queries.list_groups,

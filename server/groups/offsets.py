@@ -4,11 +4,13 @@ Invariants
   O1  A committed offset changes only by a commit, and goes only by a delete or by expiry.
   O2  A commit of a member counts only in the group's generation, and only for partitions that are
       assigned to it, or that it has given up and no member got since (X12).
+  O3  While an open transaction has an offset of a partition, the committed one neither expires nor
+      is deleted (X2).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from pk import errors, limits
@@ -17,6 +19,7 @@ from pk.server.groups.groups import ConsumerGroup, Groups, Out, decision
 from pk.server.groups.records import GroupLogRecord
 from pk.server.groups.state import CommittedOffset, GroupMetadata, GroupState, keys_of
 from pk.server.metadata.image import MetadataImage
+from pk.server.replica.replay_log import ProducerStamp
 from pk.types import NONE, PartitionKey, TopicId
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -35,20 +38,8 @@ def commit(groups: Groups, command: commands.CommitOffsets, now_ms: int) -> Out:
     """Commit offsets; a partition that is refused has its error in the reply."""
     request = command.request
     asked = request.member
-    group = groups.find(asked.group_id)
     member_id = asked.member_id
-    if member_id:
-        group, _ = groups.of_member(asked)
-        if group.state is GroupState.COMPLETING_REBALANCE:
-            raise errors.RebalanceInProgress(
-                f"group {asked.group_id!r} has begun generation {group.generation}: the member "
-                "gets its assignment first"
-            )
-    elif group is not None and group.members:
-        raise errors.NonEmptyGroup(
-            f"group {asked.group_id!r} has {len(group.members)} members: only they commit. Close "
-            "them first, or use another group_id"
-        )
+    group = _committing(groups, asked)
     commits = list(_commits(request))
     reply = wire.OffsetCommitReply()
     found: dict[bytes, GroupLogRecord] = {}
@@ -73,7 +64,55 @@ def commit(groups: Groups, command: commands.CommitOffsets, now_ms: int) -> Out:
     return decision(reply, list(found.values()))
 
 
-def _commits(request: wire.OffsetCommitRequest) -> Iterator[_Commit]:
+def commit_in_transaction(
+    groups: Groups, command: commands.CommitTransactionOffsets, now_ms: int
+) -> Out:
+    """Store offsets that count when the transaction commits: all of them, or none.
+
+    The member is checked here, in the decision that appends: while the request waited for the
+    transaction's coordinator, the group may have given its partitions away.
+    """
+    request = command.request
+    asked = request.member
+    group = _committing(groups, asked)
+    found: dict[PartitionKey, GroupLogRecord] = {}
+    stamp = ProducerStamp(request.producer_id, request.producer_epoch, request.base_sequence)
+    commits = list(_commits(request))
+    if not commits:
+        raise errors.InvalidRequest("a commit without offsets")
+    for each in commits:
+        _check(groups, group, asked.member_id, each, command.image)
+        committed = CommittedOffset(each.offset, each.leader_epoch, each.metadata, now_ms)
+        record = records.offset_record(asked.group_id, each.key, committed)
+        found[each.key] = record._replace(producer=stamp)
+    if len(found) != len(commits):
+        raise errors.InvalidRequest("a partition is twice in one commit")
+    return decision(wire.TxnOffsetCommitReply(), list(found.values()))
+
+
+def _committing(groups: Groups, asked: wire.GroupMember) -> ConsumerGroup | None:
+    """Return the group in which a member, or a client without one, commits.  Raises why it may
+    not.
+    """
+    group = groups.find(asked.group_id)
+    if asked.member_id:
+        group, _ = groups.of_member(asked)
+        if group.state is GroupState.COMPLETING_REBALANCE:
+            raise errors.RebalanceInProgress(
+                f"group {asked.group_id!r} has begun generation {group.generation}: the member "
+                "gets its assignment first"
+            )
+    elif group is not None and group.members:
+        raise errors.NonEmptyGroup(
+            f"group {asked.group_id!r} has {len(group.members)} members: only they commit. Close "
+            "them first, or use another group_id"
+        )
+    return group
+
+
+def _commits(
+    request: wire.OffsetCommitRequest | wire.TxnOffsetCommitRequest,
+) -> Iterator[_Commit]:
     """Yield the partitions of a commit.  Raises `InvalidRequest` if its lists do not match."""
     count = sum(len(topic.partitions) for topic in request.topics)
     if count > limits.OFFSETS_PER_REQUEST_MAX:
@@ -131,6 +170,8 @@ def fetch(groups: Groups, command: commands.FetchOffsets, now_ms: int) -> Out:
         )
     if group is None:
         return decision(reply, [])
+    if command.require_stable:
+        check_stable(group, wanted if request.topics else None)
     topics: dict[TopicId, wire.CommitTopic] = {}
     for key in wanted if request.topics else sorted(group.offsets):
         committed = group.offsets.get(key)
@@ -146,10 +187,25 @@ def fetch(groups: Groups, command: commands.FetchOffsets, now_ms: int) -> Out:
     return decision(reply, [])
 
 
+def check_stable(group: ConsumerGroup, wanted: Iterable[PartitionKey] | None = None) -> None:
+    """Raise `UnstableOffsetCommit` if an open transaction has an offset of one of the partitions,
+    or, without them, any of the group (X2).
+    """
+    pending = {key for each in group.pending.values() for key in each}
+    if wanted is not None:
+        pending.intersection_update(wanted)
+    if pending:
+        raise errors.UnstableOffsetCommit(
+            f"group {group.metadata.group_id!r}: transactions that have not ended hold offsets of "
+            f"{len(pending)} partitions, among them {min(pending)}: ask again"
+        )
+
+
 def delete(groups: Groups, command: commands.DeleteOffsets, now_ms: int) -> Out:
     """Delete offsets for an operator; topics that a member subscribes to keep theirs."""
     request = command.request
     group = groups.known(request.group_id)
+    check_stable(group, keys_of(request.topics))
     subscribed = subscribed_ids(group, command.image)
     reply = wire.DeleteOffsetsReply()
     found: list[GroupLogRecord] = []
@@ -179,6 +235,7 @@ def delete_group(groups: Groups, command: commands.DeleteGroup, now_ms: int) -> 
         raise errors.NonEmptyGroup(
             f"group {command.group_id!r} has {len(group.members)} members: close them first"
         )
+    check_stable(group)
     keys = list(group.offsets)[: commands.EXPIRE_MAX]
     found = [records.offset_removed(command.group_id, key) for key in keys]
     done = len(keys) == len(group.offsets)
@@ -202,7 +259,7 @@ def expire(groups: Groups, command: commands.ExpireOffsets, now_ms: int) -> Out:
         gone = _expired(group, before, command.image, command.absent & absent)
         found += [records.offset_removed(group_id, key) for key in gone]
         metadata = group.metadata
-        idle = not group.members and metadata.empty_since_ms <= before
+        idle = not group.members and metadata.empty_since_ms <= before and not group.pending
         if idle and len(gone) == len(group.offsets) and len(found) < commands.EXPIRE_MAX:
             found.append(records.removed(records.GROUP, group_id))
     found = found[: commands.EXPIRE_MAX]
@@ -218,6 +275,7 @@ def _expired(
     return [
         key
         for key, committed in group.offsets.items()
+        if not group.is_pending(key)
         if key.topic_id in deleted
         or (idle and committed.committed_ms <= before and key.topic_id not in subscribed)
     ]

@@ -24,6 +24,7 @@ from typing import NamedTuple
 from google.protobuf.message import DecodeError
 
 from pk import errors, formats
+from pk.log.control_rows import Marker
 from pk.server.groups.state import (
     Assigned,
     CommittedOffset,
@@ -33,7 +34,8 @@ from pk.server.groups.state import (
     keys_of,
     topics_of,
 )
-from pk.types import PartitionKey
+from pk.server.replica.replay_log import ProducerStamp
+from pk.types import NONE, Offset, PartitionKey
 from pk.wire import pk_pb2 as wire
 
 KEY_VERSION = 0
@@ -46,10 +48,49 @@ _WHAT = "a record of __consumer_offsets"
 
 
 class GroupLogRecord(NamedTuple):
-    """One record: `value` None = the key is removed."""
+    """One record: `value` None = the key is removed.
+
+    producer: the transaction that the record belongs to; None = it counts at once
+    """
 
     key: bytes
     value: wire.GroupRecord | None
+    producer: ProducerStamp | None = None
+
+
+class EndedTransaction(NamedTuple):
+    """The marker of a producer's transaction, as the machine applies it.
+
+    producer_epoch: of the marker, above that of the transaction (X1)
+    """
+
+    producer_id: int
+    producer_epoch: int
+    commit: bool
+
+
+class TransactionalOffsets:
+    """How the log stores offsets that belong to transactions (replica/replay_log)."""
+
+    def stamp_of(self, record: GroupLogRecord | EndedTransaction) -> ProducerStamp | None:
+        """Return the transaction of a record; None = it belongs to none."""
+        return record.producer if isinstance(record, GroupLogRecord) else None
+
+    def stamped(
+        self, record: GroupLogRecord | EndedTransaction, stamp: ProducerStamp
+    ) -> GroupLogRecord | EndedTransaction:
+        """Return a record that was read from a transactional batch.
+
+        Raises `NewerFormat` unless it is a committed offset.
+        """
+        assert isinstance(record, GroupLogRecord)
+        if decode_key(record.key).kind != OFFSET or record.value is None:
+            raise errors.NewerFormat(f"{_WHAT} of a transaction is no committed offset")
+        return record._replace(producer=stamp)
+
+    def ended(self, marker: Marker) -> EndedTransaction:
+        """Return the record of a marker."""
+        return EndedTransaction(marker.producer_id, marker.producer_epoch, marker.commit)
 
 
 class GroupKey(NamedTuple):
@@ -100,13 +141,14 @@ def decode_key(key: bytes | None) -> GroupKey:
     return GroupKey(kind, group_id)
 
 
-def to_row(record: GroupLogRecord) -> tuple[bytes, bytes | None]:
+def to_row(record: GroupLogRecord | EndedTransaction) -> tuple[bytes, bytes | None]:
     """Return key and value as the log has them."""
+    assert isinstance(record, GroupLogRecord), "the machine appends no markers"
     value = record.value
     return record.key, None if value is None else value.SerializeToString(deterministic=True)
 
 
-def from_row(key: bytes | None, value: bytes | None) -> GroupLogRecord:
+def from_row(key: bytes | None, value: bytes | None) -> GroupLogRecord | EndedTransaction:
     """Return a record of the log.  Raises `CorruptLog` if it does not parse, `NewerFormat` if a
     newer build wrote it (E1).
     """
@@ -231,6 +273,6 @@ def offset_removed(group_id: str, key: PartitionKey) -> GroupLogRecord:
     return GroupLogRecord(offset_key(group_id, key), None)
 
 
-def offset_of(body: wire.OffsetRecord) -> CommittedOffset:
-    """Return the committed offset that a record has."""
-    return CommittedOffset(body.offset, body.leader_epoch, body.metadata, body.committed_ms)
+def offset_of(body: wire.OffsetRecord, at: Offset = NONE) -> CommittedOffset:
+    """Return the committed offset that the record at `at` has."""
+    return CommittedOffset(body.offset, body.leader_epoch, body.metadata, body.committed_ms, at)

@@ -101,6 +101,8 @@ class CommittedOffset(NamedTuple):
     leader_epoch: Epoch  #: of the record before it; NONE = the client did not say
     metadata: str
     committed_ms: int
+    #: The offset of its record in `__consumer_offsets`: of two commits the higher one counts.
+    at: Offset = NONE
 
 
 def _step(known: GroupMetadata, to: GroupState, **changes: Any) -> GroupMetadata:
@@ -148,7 +150,9 @@ def emptied(known: GroupMetadata, now_ms: int) -> GroupMetadata:
     )
 
 
-def keys_of(topics: Iterable[wire.TopicPartitions]) -> tuple[PartitionKey, ...]:
+def keys_of(
+    topics: Iterable[wire.TopicPartitions | wire.CommitTopic],
+) -> tuple[PartitionKey, ...]:
     """Return the partitions of topics, in their order."""
     return tuple(
         PartitionKey(topic.topic_id, partition)

@@ -93,18 +93,18 @@ class Appends:
         partition = self._partitions.get(key)
         return NONE if partition is None else partition.leader_epoch
 
-    def unverified(self, key: PartitionKey, header: Header) -> bool:
-        """Whether a transactional batch must wait for its coordinator's word (rule X6).
+    def unverified(self, key: PartitionKey, producer_id: int, producer_epoch: int) -> bool:
+        """Whether a batch of a transaction must wait for its coordinator's word (rule X6).
 
         No if its transaction is open in the log, and no if `append` will refuse it anyway.
         """
         partition = self._partitions.get(key)
         if partition is None or partition.leader is None:
             return False
-        known = partition.log.producers.get(header.producer_id)
-        if known is None or known.epoch < header.producer_epoch:
+        known = partition.log.producers.get(producer_id)
+        if known is None or known.epoch < producer_epoch:
             return True
-        return known.epoch == header.producer_epoch and known.transaction_start == NONE
+        return known.epoch == producer_epoch and known.transaction_start == NONE
 
     async def register(self, producer_id: int, producer_epoch: int, key: PartitionKey) -> None:
         """Have the coordinator add the partition to the producer's transaction (rule X6).

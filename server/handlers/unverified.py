@@ -77,7 +77,7 @@ class UnverifiedBatches:
         place = (header.producer_id, header.producer_epoch, key)
         queue = self._queues.get(place)
         if queue is None:
-            if not self._appends.unverified(key, header):
+            if not self._appends.unverified(key, header.producer_id, header.producer_epoch):
                 return False
             queue = self._queues[place] = deque()
             queue.append(_Waiting(header, batch, leader_epoch, delayed))

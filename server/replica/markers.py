@@ -75,6 +75,8 @@ def write_markers(
         if fresh:
             parts = encode_markers(fresh, now.wall_ms, leader.leader_epoch)
             partition.append_own(b"".join(parts), epoch, now, delayed)
+            if partition.marker_listener is not None:
+                partition.marker_listener.markers_appended(delayed.base_offset, fresh)
         elif MarkerResult.DONE in checked:
             partition.wait_for_decided(epoch, delayed)
         else:

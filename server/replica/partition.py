@@ -40,7 +40,7 @@ from pk.server.replica.leader import ACKS_ALL, Leader
 from pk.server.replica.offset_checks import check_position, offset_violations
 from pk.server.replica.state import IllegalTransition, ReplicaEvent, ReplicaState
 from pk.server.replica.tier_state import TierState, known_below, tier_has_what_left
-from pk.server.replica.watchers import Credit, EndWatcher, Follows, Watcher
+from pk.server.replica.watchers import Credit, EndWatcher, Follows, MarkerListener, Watcher
 from pk.types import NONE, READ_COMMITTED, Epoch, NodeId, Offset, PartitionKey
 from pk.wire import pk_pb2 as wire
 
@@ -73,6 +73,7 @@ class Partition:
         #: Whether other replicas were in sync when this replica last led or followed.
         self.others = False
         self.unclean = False  #: the current epoch came from an unclean election (rules R3, T4)
+        self.marker_listener: MarkerListener | None = None  #: the host of an internal partition
         self._watchers: dict[Watcher, None] = {}
         self._followers: dict[EndWatcher, None] = {}
         #: the high watermark as the leader last reported it, or as this replica knew it as leader
@@ -309,6 +310,8 @@ class Partition:
         self.writer.done(sum(delayed.completed() for delayed in every))
         for delayed in every:
             delayed.answer(self.client_error(error))
+        if self.marker_listener is not None:
+            self.marker_listener.appends_undone(done.written_end)
         if self.leader is not None:
             self.leader.on_undone(done.written_end)
         if isinstance(error, errors.StorageFull):

@@ -2,10 +2,12 @@
 
 World-generic.  A `ReplayLog` of runtime/replayed_host.py over `Partition`.  Each record is a row of
 a batch; `encode` returns its key and its value, and a row without a value is a tombstone.  The
-batches are the broker's own: they have no producer id and are not transactional.
+batches are the broker's own.  They have no producer id, except those of a machine that takes part
+in transactions of producers (`TransactionalRecords`).
 
 Invariants
-  J1  Only the host appends.  So the log has no record that the machine must apply from elsewhere.
+  J1  Only the host appends, except markers.  The machine gets a marker as a foreign record once it
+      is committed, after records with higher offsets.  A replay may have applied it before.
   J2  A record is committed when the high watermark covers it.  A written record is never undone:
       the next replay reads it.  A failed write undoes the records that are decided and not written.
   J3  Once this broker does not lead in the epoch, nothing is appended and nothing counts as
@@ -19,14 +21,16 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from pk import errors, limits
 from pk.clock import Clock
 from pk.log import batch as batches
 from pk.log import columns
+from pk.log.control_rows import Marker, decode_markers
 from pk.log.partition_log import PartitionLog
 from pk.log.plan import Now
 from pk.server.replica.delayed_produce import DelayedProduce
@@ -45,15 +49,50 @@ FULL_MS = 1_000
 
 R = TypeVar("R")
 
+
+class ProducerStamp(NamedTuple):
+    """The transaction that a record belongs to."""
+
+    producer_id: int
+    producer_epoch: int
+    base_sequence: int = NONE  #: of the record's batch; NONE = not said (after a replay)
+
+
+class TransactionalRecords(Protocol[R]):
+    """Records of a machine that belong to transactions of producers."""
+
+    def stamp_of(self, record: R) -> ProducerStamp | None:
+        """Return the transaction of a record; None = it belongs to none.  All records of one
+        decision have the same one.
+        """
+        ...
+
+    def stamped(self, record: R, stamp: ProducerStamp) -> R:
+        """Return a record that was read from a transactional batch."""
+        ...
+
+    def ended(self, marker: Marker) -> R:
+        """Return the foreign record of a marker."""
+        ...
+
+
 #: A row of the log: the key, and the value; None = a tombstone.
 Encode = Callable[[R], tuple[bytes, bytes | None]]
 Decode = Callable[[bytes | None, bytes | None], R]
 
 
-class _Piece(NamedTuple):
-    """A part of the log: its rows, and the offset behind it."""
+class _Rows(NamedTuple):
+    """The rows of one batch, or the markers of a control batch."""
 
-    rows: Sequence[tuple[Offset, bytes | None, bytes | None]]
+    rows: Sequence[tuple[Offset, bytes | None, bytes | None]] = ()
+    stamp: ProducerStamp | None = None
+    markers: Sequence[tuple[Offset, Marker]] = ()
+
+
+class _Piece(NamedTuple):
+    """A part of the log: its batches, and the offset behind it."""
+
+    batches: Sequence[_Rows]
     next_offset: Offset
 
 
@@ -70,16 +109,21 @@ class PartitionReplayLog(Generic[R]):
         clock: Clock,
         encode: Encode[R],
         decode: Decode[R],
+        transactional: TransactionalRecords[R] | None = None,
     ) -> None:
         self.leader_epoch = leader_epoch
         self._partition = partition
         self._clock = clock
         self._encode = encode
         self._decode = decode
+        self._transactional = transactional
+        self._foreign: deque[tuple[Offset, Marker]] = deque()  #: appended, not yet taken (J1)
         self._moved = asyncio.Event()
         self._error: errors.PkError | None = None  #: of an append that is not committed
         self._full_until_ms = 0  #: appends are refused until then (J5)
         partition.watch(self)
+        if transactional is not None:
+            partition.marker_listener = self
 
     def __str__(self) -> str:
         return f"{self._partition} in leader epoch {self.leader_epoch}"
@@ -87,6 +131,8 @@ class PartitionReplayLog(Generic[R]):
     def close(self) -> None:
         """Stop watching the partition."""
         self._partition.unwatch(self)
+        if self._partition.marker_listener is self:
+            self._partition.marker_listener = None
 
     def moved(self, key: PartitionKey, *, urgent: bool = False) -> None:
         """React to a new high watermark, or to the end of the leader epoch."""
@@ -124,7 +170,20 @@ class PartitionReplayLog(Generic[R]):
         if self._clock.monotonic_ms() < self._full_until_ms:
             raise errors.StorageFull(f"{self}: the disk had no room for the last append")
         keys, values = zip(*map(self._encode, records), strict=True)
-        batch = b"".join(columns.encode_lists(values, keys, default_timestamp=now_ms))
+        stamp = self._stamp_of(records)
+        batch = b"".join(
+            columns.encode_lists(values, keys, default_timestamp=now_ms)
+            if stamp is None
+            else columns.encode_lists(
+                values,
+                keys,
+                default_timestamp=now_ms,
+                producer_id=stamp.producer_id,
+                producer_epoch=stamp.producer_epoch,
+                base_sequence=stamp.base_sequence,
+                transactional=True,
+            )
+        )
         deadline_ms = self._clock.monotonic_ms() + PARKED_MS
         delayed = DelayedProduce(self._answered, 0, 0, ACKS_ALL, deadline_ms)
         self._partition.append_own(batch, self.leader_epoch, Now(now_ms, now_ms), delayed)
@@ -137,9 +196,31 @@ class PartitionReplayLog(Generic[R]):
                 self._full_until_ms = self._clock.monotonic_ms() + FULL_MS
         self._moved.set()
 
+    def _stamp_of(self, records: Sequence[R]) -> ProducerStamp | None:
+        if self._transactional is None:
+            return None
+        stamps = {self._transactional.stamp_of(each) for each in records}
+        assert len(stamps) == 1, f"one batch belongs to one transaction: {stamps}"
+        return stamps.pop()
+
+    def markers_appended(self, offset: Offset, markers: Sequence[Marker]) -> None:
+        """Keep the markers of a control batch at `offset` until they are committed."""
+        self._foreign += ((offset + n, each) for n, each in enumerate(markers))
+
+    def appends_undone(self, written_end: Offset) -> None:
+        """Drop the markers that a failed write undid."""
+        while self._foreign and self._foreign[-1][0] >= written_end:
+            self._foreign.pop()
+
     def take_foreign(self) -> Sequence[tuple[Offset, R]]:
-        """Return nothing (J1)."""
-        return ()
+        """Return the markers that were committed since the last call (J1)."""
+        if self._transactional is None or not self._foreign:
+            return ()
+        committed, taken = self.committed, []
+        while self._foreign and self._foreign[0][0] < committed:
+            offset, marker = self._foreign.popleft()
+            taken.append((offset, self._transactional.ended(marker)))
+        return taken
 
     async def commit(self) -> None:
         """Return when the high watermark covers the end of the log (J2).
@@ -175,12 +256,25 @@ class PartitionReplayLog(Generic[R]):
             if offset >= log.written_end:
                 return
             piece = await self._read(offset)
-            for at, key, value in piece.rows:
-                apply(at, self._decode(key, value))
+            for at, record in self._records(piece):
+                apply(at, record)
                 count += 1
                 if count % SLICE_RECORDS == 0:
                     await self._clock.sleep_ms(0)
             offset = piece.next_offset
+
+    def _records(self, piece: _Piece) -> Iterator[tuple[Offset, R]]:
+        """Yield the records of a piece.  Raises what `decode` raises."""
+        known = self._transactional
+        for batch in piece.batches:
+            for at, key, value in batch.rows:
+                record = self._decode(key, value)
+                if batch.stamp is not None and known is not None:
+                    record = known.stamped(record, batch.stamp)
+                yield at, record
+            if known is not None:
+                for at, marker in batch.markers:
+                    yield at, known.ended(marker)
 
     async def _read(self, offset: Offset) -> _Piece:
         """Read the rows at and above `offset`.  Records that were deleted meanwhile are skipped."""
@@ -202,10 +296,18 @@ class PartitionReplayLog(Generic[R]):
 def _read_rows(log: PartitionLog, offset: Offset, bound: Offset) -> _Piece:
     """Read a piece of the log in the read lane, and split it into rows."""
     found = log.read(offset, bound=bound, max_bytes=READ_BYTES, verify=True)
-    rows: list[tuple[Offset, bytes | None, bytes | None]] = []
+    pieces: list[_Rows] = []
     for header, raw in batches.iter_batches(found.data):
-        if not header.control:
-            rows += columns.key_values_of(raw, header, DECODED_BYTES_MAX)
-    if rows and rows[0][0] < offset:  # the log start lies within a batch
-        rows = [row for row in rows if row[0] >= offset]
-    return _Piece(rows, found.next_offset)
+        if header.control:
+            base = header.base_offset
+            markers = [(base + n, each) for n, each in enumerate(decode_markers(raw))]
+            pieces.append(_Rows(markers=markers))
+            continue
+        rows = columns.key_values_of(raw, header, DECODED_BYTES_MAX)
+        if header.base_offset < offset:  # the log start lies within a batch
+            rows = [row for row in rows if row[0] >= offset]
+        stamp = None
+        if header.transactional:
+            stamp = ProducerStamp(header.producer_id, header.producer_epoch)
+        pieces.append(_Rows(rows, stamp))
+    return _Piece(pieces, found.next_offset)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from pk import errors
-from pk.types import PartitionKey
+from pk.log.control_rows import Marker
+from pk.types import Offset, PartitionKey
 
 
 class Watcher(Protocol):
@@ -15,6 +17,18 @@ class Watcher(Protocol):
         """React to a new read bound.  `urgent`: the epoch or the log's end may have moved too, so
         the position must be checked.
         """
+        ...
+
+
+class MarkerListener(Protocol):
+    """The log of a coordinator, whose records may belong to transactions (replay_log.py)."""
+
+    def markers_appended(self, offset: Offset, markers: Sequence[Marker]) -> None:
+        """React to a control batch that was decided at `offset`."""
+        ...
+
+    def appends_undone(self, written_end: Offset) -> None:
+        """React to a failed write: everything from `written_end` on is undone."""
         ...
 
 

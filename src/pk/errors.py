@@ -58,6 +58,7 @@ from pk.group_errors import NotPartitionOwner as NotPartitionOwner
 from pk.group_errors import OffsetMetadataTooLarge as OffsetMetadataTooLarge
 from pk.group_errors import RebalanceInProgress as RebalanceInProgress
 from pk.group_errors import UnknownMemberId as UnknownMemberId
+from pk.group_errors import UnstableOffsetCommit as UnstableOffsetCommit
 
 # -- retriable -------------------------------------------------------------------------------------
 

@@ -11,6 +11,12 @@ class RebalanceInProgress(RetriableError):
     code = 27
 
 
+class UnstableOffsetCommit(RetriableError):
+    """A transaction that has not ended holds offsets of the partition (KIP-447): ask again."""
+
+    code = 88
+
+
 class UnknownMemberId(UserError):
     """The group does not have this member: its session ended, or it has left.  It joins again."""
 

@@ -419,8 +419,6 @@ def test_what_is_not_built_says_so() -> None:
         pytest.raises(errors.InvalidRequest, match="group_id"),
     ):
         consumer.commit()
-    with Producer("127.0.0.1:1") as producer, pytest.raises(errors.UnsupportedFeature):
-        producer.send_offsets_to_transaction({}, None)
     with pytest.raises(errors.InvalidOption, match="HOST:PORT"):
         Producer("nohost:port")
 

@@ -291,7 +291,7 @@ def pk_state(server: EmbeddedServer, name: str) -> str:
 def recipe() -> Callable[..., None]:
     """The function `process` of docs/transactions.md."""
     page = (ROOT / "docs" / "transactions.md").read_text(encoding="utf-8")
-    (block,) = [b for b in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def load" in b]
+    (block,) = [b for b in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def proc" in b]
     names: dict[str, Any] = {}
     exec(compile(block, "docs/transactions.md", "exec"), names)
     process: Callable[..., None] = names["process"]
@@ -301,19 +301,20 @@ def recipe() -> Callable[..., None]:
 def test_the_recipe_writes_each_result_once(
     server: EmbeddedServer, admin: AdminClient, topic: str
 ) -> None:
-    """Instances take over from each other in the middle; one of them never learns it."""
-    target, positions = f"{topic}-out", f"{topic}-at"
+    """Instances take over from each other in the middle, by the id and by the group; the
+    coordinators and the leaders are killed meanwhile.
+    """
+    target = f"{topic}-out"
     admin.create_topic(target, partitions=2)
-    admin.create_topic(positions, partitions=1)
     with Producer(server.address) as plain:
         for number in range(300):
             plain.send(topic, b"v%03d" % number, key=b"%d" % (number % 7))
     process, ended = recipe(), threading.Event()
 
-    def instance(stopped: Callable[[], bool]) -> threading.Thread:
+    def instance(name: str) -> threading.Thread:
         def run() -> None:
             with contextlib.suppress(errors.ProducerFenced):
-                process(server.address, topic, topic, target, positions, stopped)
+                process(server.address, name, topic, topic, target, ended.is_set)
 
         thread = threading.Thread(target=run)
         thread.start()
@@ -322,19 +323,27 @@ def test_the_recipe_writes_each_result_once(
     def enough(count: int) -> Callable[[], bool]:
         return lambda: len(values(server.address, target)) >= count or ended.is_set()
 
-    threads = [instance(ended.is_set)]
+    threads = [instance("first")]
     try:
         until(enough(1), "the first instance writes nothing")
-        threads.append(instance(ended.is_set))  # fences the first one
+        threads.append(instance("first"))  # fences the first one, and waits for its partitions
         with Producer(server.address) as plain:
             for number in range(300, 600):
                 plain.send(topic, b"v%03d" % number, key=b"%d" % (number % 7))
-        until(enough(600), "the second instance does not end")
+        until(enough(400), "the second instance does not go on")
+        threads.append(instance("second"))  # takes over partitions
+        old = server.pids()["broker"]
+        server.kill("broker")
+        server.wait_restarted("broker", old)
+        with Producer(server.address) as plain:
+            for number in range(600, 900):
+                plain.send(topic, b"v%03d" % number, key=b"%d" % (number % 7))
+        until(enough(900), "the instances do not end")
     finally:
         ended.set()
         for thread in threads:
             thread.join(WAIT_S)
-    assert sorted(values(server.address, target)) == [b"V%03d" % n for n in range(600)]
+    assert sorted(values(server.address, target)) == [b"V%03d" % n for n in range(900)]
 
 
 # -- three nodes -----------------------------------------------------------------------------------

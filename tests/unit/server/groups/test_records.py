@@ -63,7 +63,7 @@ def test_an_offset_survives_its_record(
 ) -> None:
     key, value = survived(records.offset_record(group_id, partition, committed))
     assert key == records.GroupKey(records.OFFSET, group_id, "", partition)
-    assert records.offset_of(value.offset) == committed
+    assert records.offset_of(value.offset, committed.at) == committed
 
 
 def test_the_bytes_of_keys() -> None:

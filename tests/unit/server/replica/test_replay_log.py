@@ -11,11 +11,15 @@ import pytest
 from pk import errors
 from pk.effects import Decision
 from pk.log import batch
+from pk.log.control_rows import Marker
 from pk.log.encoding import encode_lists
+from pk.log.plan import Now
 from pk.server.metadata.image import PartitionState
 from pk.server.replica import replay_log
-from pk.server.replica.replay_log import PartitionReplayLog
+from pk.server.replica.markers import write_markers
+from pk.server.replica.replay_log import PartitionReplayLog, ProducerStamp
 from pk.server.runtime.replayed_host import ReplayedHost
+from pk.transactional_ids import producer_id
 from pk.types import NONE
 
 Row = tuple[str, int | None]  #: a key, and its number; None = a tombstone
@@ -374,5 +378,83 @@ def test_the_batches_are_plain(rig: Any) -> None:
         assert partition.log.epochs.latest == 3
         log.close()
         assert log not in partition._watchers
+
+    rig.run(story)
+
+
+class Stamped:
+    """Rows whose number is 1,000 or more belong to a transaction of producer number // 1,000."""
+
+    def stamp_of(self, record: Row) -> ProducerStamp | None:
+        number = record[1] or 0
+        return ProducerStamp(PRODUCERS + number // 1_000, 0, 0) if number >= 1_000 else None
+
+    def stamped(self, record: Row, stamp: ProducerStamp) -> Row:
+        return f"{record[0]} of {stamp.producer_id - PRODUCERS}", record[1]
+
+    def ended(self, marker: Marker) -> Row:
+        return f"end of {marker.producer_id - PRODUCERS}", int(marker.commit)
+
+
+#: Ids that a transaction coordinator gives.
+PRODUCERS = producer_id(0, 0, 0)
+
+
+def transactional(rig: Any, partition: Any) -> PartitionReplayLog[Row]:
+    return PartitionReplayLog(partition, 0, rig.mine.clock, encode, decode, Stamped())
+
+
+def test_records_of_transactions_and_their_markers_come_back(rig: Any) -> None:
+    """replica/replay_log J1: the machine gets a marker once the high watermark covers it."""
+    partition = rig.partition(replicas=(1, 2))
+    now = Now(1, 1)
+
+    async def story() -> None:
+        log = transactional(rig, partition)
+        host = host_of(rig, log, [])
+        await host.start()
+        loop = asyncio.get_running_loop()
+        stored = loop.create_task(host.ask([("a", 1_000), ("b", 1_001)]))
+        await confirm(rig, partition, 2)
+        await stored
+        header = next(batch.iter_batches(partition.log.read(0, bound=2, max_bytes=10_000).data))[0]
+        assert (header.transactional, header.producer_id) == (True, PRODUCERS + 1)
+        ended = write_markers(partition, [Marker(PRODUCERS + 1, 1, True)], 0, now, 60_000)
+        while partition.log.written_end < 3:
+            await rig.mine.clock.sleep_ms(1)
+        assert not log.take_foreign(), "it is not committed"
+        await confirm(rig, partition, 3)
+        assert await ended == [None]
+        assert await host.ask("?") == {"a": 1_000, "b": 1_001, "end of 1": 1}
+        await host.close()
+        log.close()
+        found: list[tuple[int, Row]] = []
+        await transactional(rig, partition).replay(lambda at, row: found.append((at, row)))
+        assert found == [
+            (0, ("a of 1", 1_000)), (1, ("b of 1", 1_001)), (2, ("end of 1", 1)),
+        ]  # fmt: skip
+
+    rig.run(story)
+
+
+def test_a_marker_that_a_failed_write_undid_is_not_applied(rig: Any) -> None:
+    """Another record gets its offset afterwards."""
+    partition = rig.partition()
+
+    async def story() -> None:
+        log = transactional(rig, partition)
+        host = host_of(rig, log, [])
+        await host.start()
+        await host.ask([("a", 1_000)])
+        rig.storage.fault = lambda operation, path: (
+            errors.StorageFull("full") if operation != "read" else None
+        )
+        with pytest.raises(errors.PkError):
+            await write_markers(partition, [Marker(PRODUCERS + 1, 1, True)], 0, Now(1, 1), 60_000)
+        rig.storage.fault = None
+        await rig.mine.clock.sleep_ms(replay_log.FULL_MS)
+        await host.ask([("c", 4)])
+        assert await host.ask("?") == {"a": 1_000, "c": 4}
+        await host.close()
 
     rig.run(story)
