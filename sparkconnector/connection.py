@@ -31,8 +31,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from pk import errors
 from pk.settings import CONSUMER
-from pk.sparkconnector.offsets import Bounds, Range
+from pk.sparkconnector.offsets import Bounds, Range, SourceProgress
 from pk.sparkconnector.option_names import CONNECT_TIMEOUT_MS
+from pk.sparkconnector.query_progress import QueryProgress
 from pk.sparkconnector.scan import UNKNOWN_TOPIC_WAIT_MS, PooledStream, Scan, ScannedBatches
 from pk.types import NONE, READ_COMMITTED, READ_UNCOMMITTED, EpochStart, PartitionKey
 from pk.wire import frames
@@ -137,6 +138,7 @@ class ClusterClient:
         self._names: dict[str, str] = {}  #: topic id → name
         #: cluster id and the highest metadata offset that a broker of it reported (K5)
         self._newest = ("", NONE)
+        self._progress: dict[str, QueryProgress] = {}  #: by group
         self._scans: dict[Scan, None] = {}
         self._idle: list[PooledStream] = []
         self._leaders: dict[tuple[str, int], str] = {}
@@ -206,6 +208,14 @@ class ClusterClient:
         if name is not None:
             self._network.start()
             self._network.watch_topics([name])
+
+    def publish(self, group_id: str, progress: SourceProgress, warn: Callable[[str], None]) -> None:
+        """Publish the progress of the query that this process runs, without waiting (S1)."""
+        found = self._progress.get(group_id)
+        if found is None:
+            found = QueryProgress(self._process.world, self._network, group_id, warn)
+            self._progress[group_id] = found
+        self._process.loop.call_soon_threadsafe(found.publish, progress)
 
     # -- metadata ----------------------------------------------------------------------------------
 

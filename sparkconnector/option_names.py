@@ -25,7 +25,7 @@ SOURCE_NAMES = (
     "startingOffsetsByTimestamp", "startingOffsetsByTimestampStrategy", "endingOffsets",
     "endingTimestamp", "endingOffsetsByTimestamp", "failOnDataLoss", "minPartitions",
     "maxRecordsPerPartition", "maxBytesPerPartition", "maxOffsetsPerTrigger",
-    "minOffsetsPerTrigger", "maxTriggerDelay", "maxBytesPerTrigger", "columns",
+    "minOffsetsPerTrigger", "maxTriggerDelay", "maxBytesPerTrigger", "columns", "groupId",
 )  # fmt: skip
 SINK_NAMES = ("topic", "truncateTopic", "txnAppId", "txnVersion", "onReplayMismatch")
 BOTH_NAMES = ("includeHeaders", "connectTimeoutMs")
@@ -39,7 +39,7 @@ MEANINGLESS = frozenset(
     name.lower()
     for name in (
         "kafkaConsumer.pollTimeoutMs", "fetchOffset.numRetries", "fetchOffset.retryIntervalMs",
-        "groupIdPrefix", "useDeprecatedOffsetFetching", "pk.group.id", "pk.group.instance.id",
+        "groupIdPrefix", "useDeprecatedOffsetFetching", "pk.group.instance.id",
         "pk.key.deserializer", "pk.value.deserializer", "pk.key.serializer",
         "pk.value.serializer", "pk.auto.offset.reset", "pk.enable.auto.commit",
         "pk.auto.commit.interval.ms", "pk.interceptor.classes", "pk.max.poll.records",
@@ -94,6 +94,7 @@ class OptionNames:
                 continue
             key = "pk." + key[len("kafka.") :] if key.startswith("kafka.") else key
             key = "pk.isolation.level" if key == "isolation.level" else key
+            key = "groupid" if key == "pk.group.id" else key
             before = seen.get(key)
             if before is not None and before[1] != str(value):
                 raise errors.InvalidOption(

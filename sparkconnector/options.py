@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from pk import errors, settings
+from pk import errors, limits, settings
 from pk.sparkconnector.option_names import (
     BOTH_NAMES,
     CONNECT_TIMEOUT_MS,
@@ -102,6 +102,7 @@ class Source:
     max_bytes: int = 0
     max_trigger_delay_ms: int = 0
     connect_timeout_ms: int = CONNECT_TIMEOUT_MS
+    group_id: str = ""  #: the group that shows the progress of a stream (S1); "" = none
     client: dict[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
@@ -131,6 +132,7 @@ def source(given: Mapping[str, str], *, streaming: bool) -> Source:
             "minOffsetsPerTrigger",
             "maxTriggerDelay",
             "maxBytesPerTrigger",
+            "groupId",
         ):
             if name in names.values:
                 names.warnings.append(f"option {name} has no effect on a batch read and is ignored")
@@ -167,11 +169,26 @@ def source(given: Mapping[str, str], *, streaming: bool) -> Source:
             "maxTriggerDelay", names.values.get("maxTriggerDelay", _DEFAULT_TRIGGER_DELAY)
         ),
         connect_timeout_ms=names.number("connectTimeoutMs") or CONNECT_TIMEOUT_MS,
+        group_id=_group_id(names) if streaming else "",
         client=names.client,
         warnings=tuple(names.warnings),
     )
     _check_source(read, names)
     return read
+
+
+def _group_id(names: OptionNames) -> str:
+    """Return the group that shows the progress of a stream."""
+    if "groupId" not in names.values:
+        return ""
+    group_id = names.values["groupId"].strip()
+    size = len(group_id.encode())
+    if not 0 < size <= limits.GROUP_ID_BYTES_MAX:
+        raise errors.InvalidOption(
+            f"groupId has 1 to {limits.GROUP_ID_BYTES_MAX} bytes of UTF-8, not {size}",
+            option="groupId",
+        )
+    return group_id
 
 
 def _ending(names: OptionNames) -> OffsetRangeLimit:

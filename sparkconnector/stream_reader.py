@@ -37,7 +37,7 @@ from pk.sparkconnector import offsets, ranges
 from pk.sparkconnector.offsets import Bounds, Range, SourceProgress, TopicProgress
 from pk.sparkconnector.options import Column, Source
 from pk.sparkconnector.partition import PkPartition
-from pk.sparkconnector.planner import Planner, read
+from pk.sparkconnector.planner import Planner, read, warn
 from pk.sparkconnector.worker_errors import sentence_alone
 
 if TYPE_CHECKING:
@@ -72,6 +72,8 @@ class PkStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     @sentence_alone
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
         begin = offsets.from_json(start)
+        if self._source.group_id:
+            self._planner.cluster.publish(self._source.group_id, begin, warn)
         bounds = self._planner.bounds()
         self._newest = offsets.latest(bounds)
         end = self._newest if self._target is None else self._target
@@ -122,7 +124,10 @@ class PkStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return read(partition.task, self._source, self._columns)
 
     def commit(self, end: dict[str, Any]) -> None:
-        """Do nothing: Spark's checkpoint holds the progress, and the broker keeps none yet."""
+        """Do nothing: Spark's checkpoint holds the progress.
+
+        Spark never commits the last batch, so a group's progress comes from latestOffset (S1).
+        """
 
     def stop(self) -> None:
         """Do nothing: Spark kills the process, which closes its connections."""

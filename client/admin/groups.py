@@ -35,6 +35,7 @@ class GroupListing:
     state: str
     members: int
     coordinator_id: int
+    kind: str = "consumer"  #: or "query": it shows the progress of a streaming query
 
 
 @dataclass(slots=True, frozen=True)
@@ -73,7 +74,12 @@ class MemberDescription:
 
 @dataclass(slots=True, frozen=True)
 class GroupDescription:
-    """The state of a group.  assignor: "" without members."""
+    """The state of a group.
+
+    assignor: "" without members
+    kind: "consumer", or "query": it shows the progress of a streaming query
+    committed_ms: Unix time of its newest commit; 0 = it has no offsets
+    """
 
     group_id: str
     coordinator_id: int
@@ -81,6 +87,8 @@ class GroupDescription:
     generation: int
     assignor: str
     members: tuple[MemberDescription, ...]
+    kind: str = "consumer"
+    committed_ms: int = 0
 
 
 class GroupCalls:
@@ -125,6 +133,8 @@ class GroupCalls:
                 )
                 for each in found.members
             ),
+            found.kind or "consumer",
+            found.committed_ms,
         )
 
     def group_offsets(self, group_id: str, timeout_s: float) -> dict[TopicPartition, int]:
@@ -194,7 +204,9 @@ async def _listed(
     for node, reply in sorted(views.items()):
         loading |= dict.fromkeys(reply.loading)
         for each in reply.groups:
-            found[each.group_id] = GroupListing(each.group_id, each.state, each.members, node)
+            kind = each.kind or "consumer"  # an older broker says none
+            listing = GroupListing(each.group_id, each.state, each.members, node, kind)
+            found[each.group_id] = listing
     silent = sorted(set(cluster.metadata.brokers) - set(views))
     listed = tuple(each for _, each in sorted(found.items()))
     return GroupListings(listed, tuple(sorted(loading)), tuple(silent))

@@ -279,6 +279,14 @@ def fenced(asked: wire.GroupMember) -> errors.FencedInstanceId:
     )
 
 
+def of_a_query(group_id: str) -> errors.InconsistentGroupProtocol:
+    """Return the refusal of a consumer, or of a tool, in the group of a query (S1)."""
+    return errors.InconsistentGroupProtocol(
+        f"group {group_id!r} shows the progress of a streaming query, whose checkpoint decides "
+        "where it continues: use another group"
+    )
+
+
 def generation_or_none(asked: wire.GroupMember) -> int:
     """Return the generation that the member has completed; NONE for the first join."""
     return asked.generation if asked.generation >= 0 else NONE

@@ -28,6 +28,7 @@ from pk.server.groups.groups import (
     decision,
     fenced,
     generation_or_none,
+    of_a_query,
     unknown_member,
 )
 from pk.server.groups.rebalances import Rebalance, begins_initial, common_assignors
@@ -54,6 +55,8 @@ def join(groups: Groups, command: commands.JoinGroup, now_ms: int) -> Out:
     asked = request.member
     group = groups.find(asked.group_id) or ConsumerGroup(asked.group_id)
     _check_join(groups, request)
+    if group.metadata.query_run:
+        raise of_a_query(asked.group_id)
     member = Member(
         asked.member_id,
         asked.group_instance_id,

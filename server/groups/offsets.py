@@ -11,11 +11,12 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from pk import errors, limits
 from pk.server.groups import commands, records
-from pk.server.groups.groups import ConsumerGroup, Groups, Out, decision
+from pk.server.groups.groups import ConsumerGroup, Groups, Out, decision, of_a_query
 from pk.server.groups.records import GroupLogRecord
 from pk.server.groups.state import CommittedOffset, GroupMetadata, GroupState, keys_of
 from pk.server.metadata.image import MetadataImage
@@ -23,6 +24,9 @@ from pk.server.replica.replay_log import ProducerStamp
 from pk.types import NONE, PartitionKey, TopicId
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
+
+#: Most characters of the id of a query's run.
+RUN_ID_MAX = 64
 
 
 class _Commit(NamedTuple):
@@ -39,13 +43,17 @@ def commit(groups: Groups, command: commands.CommitOffsets, now_ms: int) -> Out:
     request = command.request
     asked = request.member
     member_id = asked.member_id
-    group = _committing(groups, asked)
+    run = request.query if request.HasField("query") else None
+    group = _committing(groups, asked, run)
     commits = list(_commits(request))
     reply = wire.OffsetCommitReply()
     found: dict[bytes, GroupLogRecord] = {}
     if group is None:
-        metadata = GroupMetadata(asked.group_id, empty_since_ms=now_ms)
+        run_id = "" if run is None else run.run_id
+        metadata = GroupMetadata(asked.group_id, empty_since_ms=now_ms, query_run=run_id)
         found[b""] = records.group_record(metadata)
+    elif run is not None and group.metadata.query_run != run.run_id:
+        found[b""] = records.group_record(replace(group.metadata, query_run=run.run_id))
     for each in commits:
         try:
             _check(groups, group, member_id, each, command.image)
@@ -59,7 +67,7 @@ def commit(groups: Groups, command: commands.CommitOffsets, now_ms: int) -> Out:
         committed = CommittedOffset(each.offset, each.leader_epoch, each.metadata, now_ms)
         record = records.offset_record(asked.group_id, each.key, committed)
         found[record.key] = record
-    if group is None and len(found) == 1:
+    if len(found) == 1 and b"" in found and (group is None or not group.offsets):
         found.clear()  # nothing is committed: no group
     return decision(reply, list(found.values()))
 
@@ -90,11 +98,14 @@ def commit_in_transaction(
     return decision(wire.TxnOffsetCommitReply(), list(found.values()))
 
 
-def _committing(groups: Groups, asked: wire.GroupMember) -> ConsumerGroup | None:
-    """Return the group in which a member, or a client without one, commits.  Raises why it may
-    not.
+def _committing(
+    groups: Groups, asked: wire.GroupMember, run: wire.QueryRun | None = None
+) -> ConsumerGroup | None:
+    """Return the group in which a member, a query, or a client without a member commits.  Raises
+    why it may not.
     """
     group = groups.find(asked.group_id)
+    _check_kind(group, asked, run)
     if asked.member_id:
         group, _ = groups.of_member(asked)
         if group.state is GroupState.COMPLETING_REBALANCE:
@@ -108,6 +119,29 @@ def _committing(groups: Groups, asked: wire.GroupMember) -> ConsumerGroup | None
             "them first, or use another group_id"
         )
     return group
+
+
+def _check_kind(
+    group: ConsumerGroup | None, asked: wire.GroupMember, run: wire.QueryRun | None
+) -> None:
+    """Raise unless the group is of the kind that commits, and the run of a query is its newest."""
+    if run is not None and (asked.member_id or not 0 < len(run.run_id) <= RUN_ID_MAX):
+        raise errors.InvalidRequest("a query commits with the id of its run, and has no member")
+    if group is None:
+        return
+    known = group.metadata.query_run
+    if run is None and known:
+        raise of_a_query(asked.group_id)
+    if run is not None and not known and group.offsets:
+        raise errors.InconsistentGroupProtocol(
+            f"group {asked.group_id!r} has offsets of consumers: give the query a group of its "
+            "own, or delete this one"
+        )
+    if run is not None and known not in ("", run.run_id) and not run.first:
+        raise errors.FencedInstanceId(
+            f"another run of a query publishes its progress as group {asked.group_id!r}: give each "
+            "query a group of its own"
+        )
 
 
 def _commits(

@@ -20,6 +20,9 @@ def describe(groups: Groups, command: commands.DescribeGroup, now_ms: int) -> Ou
         generation=metadata.generation,
         assignor=metadata.assignor if group.members else "",
         leader=metadata.leader,
+        kind=metadata.kind,
+        query_run=metadata.query_run,
+        committed_ms=max((each.committed_ms for each in group.offsets.values()), default=0),
     )
     for name, each in sorted(group.members.items()):
         reply.members.add(
@@ -45,7 +48,12 @@ def list_groups(groups: Groups, command: commands.ListGroups, now_ms: int) -> Ou
             f"no state {', '.join(unknown)}: the states are {', '.join(sorted(labels))}"
         )
     found = tuple(
-        wire.GroupListing(group_id=name, state=group.state.label, members=len(group.members))
+        wire.GroupListing(
+            group_id=name,
+            state=group.state.label,
+            members=len(group.members),
+            kind=group.metadata.kind,
+        )
         for name, group in sorted(groups.items().items())
         if not states or group.state.label in states
     )

@@ -185,6 +185,7 @@ def group_record(known: GroupMetadata) -> GroupLogRecord:
         leader=known.leader,
         initial=known.initial,
         empty_since_ms=known.empty_since_ms,
+        query_run=known.query_run,
     )
     return GroupLogRecord(encode_key(GROUP, known.group_id), wire.GroupRecord(group=body))
 
@@ -199,6 +200,7 @@ def group_of(group_id: str, body: wire.GroupStateRecord) -> GroupMetadata:
         body.leader,
         body.initial,
         body.empty_since_ms,
+        body.query_run,
     )
 
 

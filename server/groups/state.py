@@ -61,6 +61,12 @@ class GroupMetadata:
     leader: str = ""  #: the member that computes the assignment
     initial: bool = False  #: the rebalance began in an empty group and waits for further members
     empty_since_ms: int = 0  #: when the group became empty, by the wall clock; 0 = it has members
+    query_run: str = ""  #: the run of a streaming query that commits here (S1); "" = consumers
+
+    @property
+    def kind(self) -> str:
+        """Who uses the group: "query" or "consumer"."""
+        return "query" if self.query_run else "consumer"
 
 
 @dataclass(slots=True, frozen=True)

@@ -8,7 +8,7 @@ import threading
 import pytest
 from pyspark.errors import StreamingQueryException
 
-from pk import Producer, TopicPartition
+from pk import AdminClient, Consumer, Producer, TopicPartition, errors
 
 
 def stream(spark, cluster, topic, **options):
@@ -122,3 +122,47 @@ def test_a_recreated_topic_is_named(spark, cluster, tmp_path, run_available):
     cluster.fill(topic, 60)
     with pytest.raises(StreamingQueryException, match="topic re-created"):
         run_available(stream(spark, cluster, topic), tmp_path / "checkpoint", tmp_path / "out")
+
+
+def test_a_query_shows_its_progress_as_a_group(spark, cluster, tmp_path, patiently):
+    """Rule S1: `pk groups` sees what was processed; a group of consumers is left alone, and no
+    refusal ends the query.
+    """
+    topic = cluster.topic(2, tier_enable=False)
+    cluster.fill(topic, 20)
+    group, admin = f"{topic}-query", AdminClient(cluster.address)
+
+    def started(name: str, group: str):
+        frame = stream(spark, cluster, topic, groupId=group)
+        writer = frame.writeStream.format("noop").trigger(processingTime="100 milliseconds")
+        writer = writer.option("checkpointLocation", str(tmp_path / name))
+        return patiently(writer.start, lambda query: query.processAllAvailable())
+
+    def processed() -> int:
+        return sum(admin.group_offsets(group).values())
+
+    query = started("one", group)
+    try:
+        cluster.wait("the progress is published", lambda: processed() == 20)
+        cluster.fill(topic, 5)
+        query.processAllAvailable()
+        cluster.wait("the progress goes on", lambda: processed() == 25)
+        assert admin.describe_group(group).kind == "query"
+        with Consumer(cluster.address, group_id=group) as consumer:
+            consumer.subscribe([topic])
+            with pytest.raises(errors.InconsistentGroupProtocol, match="streaming query"):
+                consumer.poll(30)
+    finally:
+        query.stop()
+    taken = f"{topic}-consumers"
+    with Consumer(cluster.address, group_id=taken) as consumer:
+        consumer.assign([TopicPartition(topic, 0)])
+        consumer.commit({TopicPartition(topic, 0): 1})
+    query = started("two", taken)
+    try:
+        assert sum(p.numInputRows for p in query.recentProgress) == 25
+        assert query.exception() is None
+        assert admin.group_offsets(taken) == {TopicPartition(topic, 0): 1}
+    finally:
+        query.stop()
+        admin.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -56,8 +57,11 @@ def list_groups(
     if as_json:
         say({**asdict(found), "complete": found.complete})
         return
-    rows = [(each.group_id, each.state, each.members, each.coordinator_id) for each in found.groups]
-    table(["group", "state", "members", "coordinator"], rows)
+    rows = [
+        (each.group_id, each.kind, each.state, each.members, each.coordinator_id)
+        for each in found.groups
+    ]
+    table(["group", "kind", "state", "members", "coordinator"], rows)
     if not found.complete:
         missing = [f"partition {each} of __consumer_offsets loads" for each in found.loading]
         missing += [f"no answer from broker {each}" for each in found.silent]
@@ -118,6 +122,13 @@ def _ends(
 
 
 def _show(found: GroupDescription) -> None:
+    if found.kind == "query":
+        at = datetime.fromtimestamp(found.committed_ms / 1000, UTC).isoformat(timespec="seconds")
+        typer.echo(
+            f"group {found.group_id}: the progress of a streaming query as of {at}, coordinator "
+            f"{found.coordinator_id}"
+        )
+        return
     typer.echo(
         f"group {found.group_id}: {found.state}, generation {found.generation}, "
         f"coordinator {found.coordinator_id}"

@@ -7264,32 +7264,62 @@ Global___CommitTopic: _TypeAlias = CommitTopic  # noqa: Y015
 
 @_typing.final
 class OffsetCommitRequest(_message.Message):
-    """member: without a member_id, a commit of a tool or of a consumer with assigned partitions.  metadata_offset: of the client's metadata"""
+    """member: without a member_id, a commit of a tool or of a consumer with assigned partitions.  metadata_offset: of the client's metadata
+    query: the offsets are the progress of a streaming query (S1)
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     MEMBER_FIELD_NUMBER: _builtins.int
     TOPICS_FIELD_NUMBER: _builtins.int
     METADATA_OFFSET_FIELD_NUMBER: _builtins.int
+    QUERY_FIELD_NUMBER: _builtins.int
     metadata_offset: _builtins.int
     @_builtins.property
     def member(self) -> Global___GroupMember: ...
     @_builtins.property
     def topics(self) -> _containers.RepeatedCompositeFieldContainer[Global___CommitTopic]: ...
+    @_builtins.property
+    def query(self) -> Global___QueryRun: ...
     def __init__(
         self,
         *,
         member: Global___GroupMember | None = ...,
         topics: _abc.Iterable[Global___CommitTopic] | None = ...,
         metadata_offset: _builtins.int = ...,
+        query: Global___QueryRun | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["member", b"member"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["member", b"member", "query", b"query"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["member", b"member", "metadata_offset", b"metadata_offset", "topics", b"topics"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["member", b"member", "metadata_offset", b"metadata_offset", "query", b"query", "topics", b"topics"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OffsetCommitRequest: _TypeAlias = OffsetCommitRequest  # noqa: Y015
+
+@_typing.final
+class QueryRun(_message.Message):
+    """run_id: drawn by each run of a query.  first: of the run; it takes the group over from an earlier run"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    first: _builtins.bool
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        first: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QueryRun: _TypeAlias = QueryRun  # noqa: Y015
 
 @_typing.final
 class TxnOffsetCommitRequest(_message.Message):
@@ -7514,19 +7544,22 @@ class GroupListing(_message.Message):
     GROUP_ID_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     state: _builtins.str
     members: _builtins.int
+    kind: _builtins.str
     def __init__(
         self,
         *,
         group_id: _builtins.str = ...,
         state: _builtins.str = ...,
         members: _builtins.int = ...,
+        kind: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "members", b"members", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "kind", b"kind", "members", b"members", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -7631,12 +7664,19 @@ class DescribedGroup(_message.Message):
     ASSIGNOR_FIELD_NUMBER: _builtins.int
     LEADER_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    QUERY_RUN_FIELD_NUMBER: _builtins.int
+    COMMITTED_MS_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     coordinator_id: _builtins.int
     state: _builtins.str
     generation: _builtins.int
     assignor: _builtins.str
     leader: _builtins.str
+    kind: _builtins.str
+    query_run: _builtins.str
+    committed_ms: _builtins.int
+    """committed_ms: of the newest commit; 0 = none"""
     @_builtins.property
     def error(self) -> Global___Error: ...
     @_builtins.property
@@ -7652,10 +7692,13 @@ class DescribedGroup(_message.Message):
         assignor: _builtins.str = ...,
         leader: _builtins.str = ...,
         members: _abc.Iterable[Global___DescribedMember] | None = ...,
+        kind: _builtins.str = ...,
+        query_run: _builtins.str = ...,
+        committed_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignor", b"assignor", "coordinator_id", b"coordinator_id", "error", b"error", "generation", b"generation", "group_id", b"group_id", "leader", b"leader", "members", b"members", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignor", b"assignor", "committed_ms", b"committed_ms", "coordinator_id", b"coordinator_id", "error", b"error", "generation", b"generation", "group_id", b"group_id", "kind", b"kind", "leader", b"leader", "members", b"members", "query_run", b"query_run", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -7835,12 +7878,14 @@ class GroupStateRecord(_message.Message):
     LEADER_FIELD_NUMBER: _builtins.int
     INITIAL_FIELD_NUMBER: _builtins.int
     EMPTY_SINCE_MS_FIELD_NUMBER: _builtins.int
+    QUERY_RUN_FIELD_NUMBER: _builtins.int
     state: _builtins.int
     generation: _builtins.int
     assignor: _builtins.str
     leader: _builtins.str
     initial: _builtins.bool
     empty_since_ms: _builtins.int
+    query_run: _builtins.str
     def __init__(
         self,
         *,
@@ -7850,10 +7895,11 @@ class GroupStateRecord(_message.Message):
         leader: _builtins.str = ...,
         initial: _builtins.bool = ...,
         empty_since_ms: _builtins.int = ...,
+        query_run: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignor", b"assignor", "empty_since_ms", b"empty_since_ms", "generation", b"generation", "initial", b"initial", "leader", b"leader", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignor", b"assignor", "empty_since_ms", b"empty_since_ms", "generation", b"generation", "initial", b"initial", "leader", b"leader", "query_run", b"query_run", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

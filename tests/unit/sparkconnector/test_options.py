@@ -119,13 +119,25 @@ def test_security_is_refused_until_it_exists(name):
 
 
 def test_meaningless_options_are_accepted_with_one_warning_each():
-    found = read(kafka__group__id="g", kafka__key__deserializer="K", groupIdPrefix="p", topic="t")
-    assert len(found.warnings) == 4
+    found = read(kafka__key__deserializer="K", groupIdPrefix="p", topic="t")
+    assert len(found.warnings) == 3
     assert found.client == {}
     sunk = sink_options.sink(
         {"kafka.bootstrap.servers": "h:1", "startingOffsets": "latest", "pk.retries": "3"}
     )
     assert len(sunk.warnings) == 2
+
+
+def test_a_stream_may_show_its_progress_as_a_group():
+    assert read(True, groupId="g").group_id == "g"
+    assert read(True, kafka__group__id="g").group_id == "g"
+    assert read(True).group_id == ""
+    batch = read(groupId="g")
+    assert batch.group_id == ""
+    assert "groupId has no effect on a batch read" in batch.warnings[0]
+    for odd in ("", " ", "g" * 250):
+        with pytest.raises(errors.InvalidOption, match="groupId"):
+            read(True, groupId=odd)
 
 
 def test_sparks_own_options_pass_in_silence():
