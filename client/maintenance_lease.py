@@ -1,4 +1,4 @@
-"""The lease of one run of a maintenance job, and the hand-over of its files (rule C5).
+"""The lease of one run of a maintenance job, the hand-over of its files, and its note (rule C5).
 
 The active controller grants the lease.  A task on the client's loop renews it, so it lives as long
 as this process.  Every hand-over carries the token of the grant; the broker that leads partition 0,
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from pk import errors
 from pk.client import arguments
@@ -32,15 +32,25 @@ COMMIT_TIMEOUT_S = 120.0
 
 
 class MaintenanceLease:
-    """The exclusive lease of a topic's table; release it with `close` or a `with` block.
+    """A lease of a topic; release it with `close` or a `with` block.
+
+    kind: "exclusive" = of the files of the table; "run" = of the job, so that it runs once at a
+    time.  granted_ms: the controller's wall clock at the grant.
 
     Raises `LeaseHeld` if another job has it, `UnknownTopicOrPartition` for an unknown topic.
     """
 
     def __init__(
-        self, bootstrap: str | Iterable[str], topic: str, job: str, *, ttl_ms: int = TTL_MS
+        self,
+        bootstrap: str | Iterable[str],
+        topic: str,
+        job: str,
+        *,
+        kind: Literal["exclusive", "run"] = "exclusive",
+        ttl_ms: int = TTL_MS,
     ) -> None:
         self.topic = arguments.topic(topic)
+        self.job = job
         self._connection = AdminConnection(
             bootstrap,
             of_controllers=False,
@@ -52,11 +62,15 @@ class MaintenanceLease:
         cluster = self._connection.cluster
         self.holder = f"{job}-{cluster.world.new_id()}"
         request = wire.AcquireLeaseRequest(
-            topic=self.topic, holder=self.holder, kind="exclusive", ttl_ms=ttl_ms
+            topic=self.topic,
+            holder=self.holder,
+            kind=kind if kind == "exclusive" else f"run:{job}",
+            ttl_ms=ttl_ms,
         )
         try:
             granted = self._connection.ask(request, wire.AcquireLeaseReply, CALL_TIMEOUT_S)
             self.topic_id, self.token, self.ttl_ms = granted.topic_id, granted.token, granted.ttl_ms
+            self.granted_ms = granted.now_ms
             self._connection.run(lambda _ms: self._begin(), CALL_TIMEOUT_S)
         except BaseException:
             self._connection.close()
@@ -99,6 +113,22 @@ class MaintenanceLease:
             ),
             COMMIT_TIMEOUT_S,
         )
+
+    def note(self, outcome: str, detail: str, runner: str) -> None:
+        """Note the outcome of the run for which the lease of kind "run" was granted.
+
+        Raises `LeaseHeld` if another runner got the lease meanwhile.
+        """
+        request = wire.NoteRunRequest(
+            topic_id=self.topic_id,
+            job=self.job,
+            token=self.token,
+            started_ms=self.granted_ms,
+            outcome=outcome,
+            detail=detail,
+            runner=runner,
+        )
+        self._connection.ask(request, wire.NoteRunReply, CALL_TIMEOUT_S)
 
     def close(self) -> None:
         """Release the lease.  If no controller answers, it ends after its TTL."""

@@ -83,6 +83,7 @@ WORLD_GENERIC = {
     "pk.tiering.worker",
     "pk.server.broker",
     "pk.server.controller.active",
+    "pk.server.controller.maintenance",
     "pk.server.controller.node",
     "pk.server.controller.requested_elections",
     "pk.server.handlers",

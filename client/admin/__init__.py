@@ -34,6 +34,7 @@ from pk.client.admin.offsets import SPECIAL_OFFSETS, OffsetCalls
 from pk.client.admin.prepared_batches import AwaitedTable
 from pk.client.admin.quorum import QuorumCalls, QuorumDescription, QuorumReplica
 from pk.client.admin.reassignments import PartitionReassignment, ReassignmentCalls
+from pk.client.admin.schedules import ScheduleCalls, ScheduleListings
 from pk.client.admin.tier import TierCalls, TierRows
 from pk.client.admin.topics import NewTopic, TopicCalls, TopicListing, TopicResult
 from pk.client.admin.transactions import (
@@ -48,6 +49,7 @@ from pk.client.admin.transactions import (
     TransactionListings,
 )
 from pk.client.options import TIMEOUT_S, TRANSACTION_MAX_TIMEOUT_MS, bootstrap_of
+from pk.schedules import Schedule
 from pk.types import TopicPartition
 
 __all__ = [
@@ -71,6 +73,7 @@ __all__ = [
     "QuorumReplica",
     "TierDescription",
     "TierRows",
+    "ScheduleListings",
     "TransactionListing",
     "TransactionListings",
     "TransactionDescription",
@@ -135,6 +138,7 @@ class AdminClient:
         self._tier = TierCalls(self._connection)
         self._transactions = TransactionCalls(self._connection)
         self._groups = GroupCalls(self._connection)
+        self._schedules = ScheduleCalls(self._connection)
 
     # -- topics ------------------------------------------------------------------------------------
 
@@ -503,6 +507,34 @@ class AdminClient:
         hangs; by default the default of the brokers' transaction_max_timeout_ms.
         """
         return self._transactions.find_hanging_transactions(topics, max_timeout_ms, timeout_s)
+
+    # -- schedules of maintenance jobs -------------------------------------------------------------
+
+    def set_schedule(
+        self,
+        topic: str,
+        job: str,
+        *,
+        every_ms: int = 0,
+        cron: str = "",
+        timeout_s: float = TIMEOUT_S,
+    ) -> Schedule | None:
+        """Set when a maintenance job of a topic runs; return the schedule before, or None.
+
+        every_ms: interval, at least 10 s; or cron: five fields, in UTC.  Raises `InvalidRequest`
+        for an unknown job, a broken line or interval; `UnknownTopicOrPartition`.
+        """
+        return self._schedules.set_schedule(topic, job, every_ms, cron, timeout_s)
+
+    def delete_schedule(self, topic: str, job: str, *, timeout_s: float = TIMEOUT_S) -> bool:
+        """Delete a schedule; return whether there was one.  A run under way goes on."""
+        return self._schedules.delete_schedule(topic, job, timeout_s)
+
+    def list_schedules(
+        self, topic: str | None = None, *, timeout_s: float = TIMEOUT_S
+    ) -> ScheduleListings:
+        """Return schedules and last runs (None = of all topics), and the controller's time."""
+        return self._schedules.list_schedules(topic, timeout_s)
 
     # -- the end -----------------------------------------------------------------------------------
 

@@ -46,7 +46,7 @@ from pk.server.broker.snapshot_loader import load_image
 from pk.server.metadata import records
 from pk.server.metadata.cache import MetadataCache
 from pk.server.metadata.delta import difference
-from pk.server.metadata.image import LEASE_RESOURCE, TOPIC_RESOURCE
+from pk.server.metadata.image import LEASE_RESOURCE, MAINTENANCE_RESOURCES, TOPIC_RESOURCE
 from pk.server.raft.log_reader import SLICE_RECORDS
 from pk.server.replica.alter_partition import AlterPartitionManager
 from pk.server.replica.context import Environment
@@ -99,7 +99,7 @@ class _Changes:
                 self.configured[record.config.resource_name] = None
             elif record.config.resource_type == LEASE_RESOURCE:
                 self.leased[record.config.resource_name] = None
-            else:
+            elif record.config.resource_type not in MAINTENANCE_RESOURCES:
                 self.all_configured = True
         elif kind in ("register_broker", "broker_change", "unregister_broker"):
             self.brokers = True

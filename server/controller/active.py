@@ -39,8 +39,8 @@ from pk.server.controller.config_changes import MIN_ISR, UNKNOWN
 from pk.server.controller.elections import LeaderEligibility, waits_for
 from pk.server.controller.events import EVENT
 from pk.server.controller.leader_rebalancer import LeaderRebalancer
-from pk.server.controller.leases import RenewedLeases
 from pk.server.controller.machine import Command, Controller
+from pk.server.controller.maintenance import MaintenanceRequests
 from pk.server.controller.reports import Report, Reports, reported
 from pk.server.controller.requested_elections import RequestedElections
 from pk.server.controller.sessions import Session, Sessions
@@ -115,7 +115,7 @@ class ActiveController:
         self._balance_ms = 0
         self._rebalancer = LeaderRebalancer()
         self._levels: dict[NodeId, int] = {}  #: levels of `pk.format` that voters know (Q6)
-        self._leases = RenewedLeases()
+        self._maintenance = MaintenanceRequests(world.clock, self._ask, lambda: self._image)
         self._raise_due_ms: int | None = 0  #: when replicas are added to internal topics
         wait_ms = 3 * int(run.server["broker_heartbeat_interval_ms"]) + RETRY_MS
         self._requested = RequestedElections(
@@ -181,7 +181,7 @@ class ActiveController:
             if not broker.fenced
         ]
         now_ms = self._world.clock.monotonic_ms()
-        self._leases.live(self._image, now_ms)  # leases of the term before live one more TTL
+        self._maintenance.begin()
         until_ms = now_ms if self._answered_until_ms is None else self._answered_until_ms
         for session in self.sessions.grant(unfenced, now_ms, now_ms - until_ms):
             self._tasks.spawn(self._expect(session))
@@ -261,21 +261,8 @@ class ActiveController:
             "list_brokers": list_brokers,
             "describe_cluster": asks(lambda r: commands.DescribeCluster(r, dict(self._levels))),
             "upgrade_cluster": asks(lambda r: commands.UpgradeCluster(r, dict(self._levels))),
-            "acquire_lease": self._acquire_lease,
-            "renew_lease": self._renew_lease,
-            "release_lease": asks(commands.ReleaseLease),
+            **self._maintenance.handlers(),
         }
-
-    async def _acquire_lease(self, request: wire.AcquireLeaseRequest, _: frames.Frame) -> Any:
-        live = self._leases.live(self._image, self._world.clock.monotonic_ms())
-        reply: wire.AcquireLeaseReply = await self._ask(commands.AcquireLease(request, live))
-        self._leases.heard(reply.topic_id, reply.token, self._world.clock.monotonic_ms())
-        return reply
-
-    async def _renew_lease(self, request: wire.RenewLeaseRequest, _: frames.Frame) -> Any:
-        reply: wire.RenewLeaseReply = await self._ask(commands.RenewLease(request))
-        self._leases.heard(request.topic_id, request.token, self._world.clock.monotonic_ms())
-        return reply
 
     def _create_topics(self, request: wire.CreateTopicsRequest) -> commands.CreateTopics:
         return commands.CreateTopics(request, tuple(self._world.new_id() for _ in request.topics))

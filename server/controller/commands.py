@@ -17,6 +17,7 @@ from pk import errors, formats
 from pk.effects import Decision, Effect
 from pk.server.controller.reports import Reports
 from pk.server.metadata.image import BROKER_RESOURCE, TOPIC_RESOURCE, BrokerState, MetadataImage
+from pk.server.metadata.leases import LeaseKey
 from pk.server.metadata.records import MetadataRecord, record_of
 from pk.types import NodeId, PartitionKey, TopicId
 from pk.wire import pk_pb2 as wire
@@ -209,11 +210,12 @@ class AlterPartition:
 class AcquireLease:
     """A maintenance job asks for the lease of a table (rule C5).
 
-    `renewed`: the topics whose lease was renewed within its TTL.
+    `renewed`: the leases that were renewed within their TTL.  `now_ms`: of the wall clock.
     """
 
     request: wire.AcquireLeaseRequest
-    renewed: frozenset[TopicId] = frozenset()
+    renewed: frozenset[LeaseKey] = frozenset()
+    now_ms: int = 0
 
 
 @dataclass(slots=True, frozen=True)
@@ -224,6 +226,36 @@ class RenewLease:
 @dataclass(slots=True, frozen=True)
 class ReleaseLease:
     request: wire.ReleaseLeaseRequest
+
+
+@dataclass(slots=True, frozen=True)
+class SetSchedule:
+    """Set the schedule of a maintenance job.  `now_ms`: of the controller's wall clock."""
+
+    request: wire.SetScheduleRequest
+    now_ms: int
+
+
+@dataclass(slots=True, frozen=True)
+class DeleteSchedule:
+    request: wire.DeleteScheduleRequest
+
+
+@dataclass(slots=True, frozen=True)
+class ListSchedules:
+    """List schedules.  `renewed` and `now_ms`: as of `AcquireLease`."""
+
+    request: wire.ListSchedulesRequest
+    renewed: frozenset[LeaseKey]
+    now_ms: int
+
+
+@dataclass(slots=True, frozen=True)
+class NoteRun:
+    """Note the outcome of a maintenance job.  `now_ms`: of the controller's wall clock."""
+
+    request: wire.NoteRunRequest
+    now_ms: int
 
 
 @dataclass(slots=True, frozen=True)

@@ -31,6 +31,7 @@ from pk.server.controller import (
     leases,
     levels,
     reassignments,
+    schedules,
     topics,
 )
 from pk.server.controller.commands import Out, Rules, decision
@@ -68,6 +69,10 @@ Command = (
     | commands.AcquireLease
     | commands.RenewLease
     | commands.ReleaseLease
+    | commands.SetSchedule
+    | commands.DeleteSchedule
+    | commands.ListSchedules
+    | commands.NoteRun
 )
 
 
@@ -141,4 +146,8 @@ _DECISIONS: dict[type, Callable[[MetadataImage, Rules, Any], Out]] = {
     commands.AcquireLease: leases.acquire_lease,
     commands.RenewLease: leases.renew_lease,
     commands.ReleaseLease: leases.release_lease,
+    commands.SetSchedule: schedules.set_schedule,
+    commands.DeleteSchedule: schedules.delete_schedule,
+    commands.ListSchedules: schedules.list_schedules,
+    commands.NoteRun: schedules.note_run,
 }

@@ -56,6 +56,7 @@ _ASKED = (
     "alter_reassignments", "list_reassignments", "elect_leaders", "unregister_broker",
     "tier_purged", "list_brokers", "describe_cluster", "upgrade_cluster", "create_internal_topic",
     "acquire_lease", "renew_lease", "release_lease",
+    "set_schedule", "delete_schedule", "list_schedules", "note_run",
 )  # fmt: skip
 
 #: Requests whose reply shows a broker that it is not fenced.  A leader that may have been replaced

@@ -34,6 +34,11 @@ BROKER_RESOURCE = "broker"
 #: The leases of maintenance jobs (rule C5): by topic id, one value for each kind of lease.  A build
 #: that does not know this resource keeps its values, as it keeps unknown settings (rule Q7).
 LEASE_RESOURCE = "maintenance_lease"
+#: The schedules of maintenance jobs, and their last runs: by topic id, one value for each job.
+SCHEDULE_RESOURCE = "maintenance_schedule"
+RUN_RESOURCE = "maintenance_run"
+#: Resources of topic ids, which are no settings.
+MAINTENANCE_RESOURCES = (LEASE_RESOURCE, SCHEDULE_RESOURCE, RUN_RESOURCE)
 #: Most deleted topics whose tables wait for removal.  There may be more if the store is unavailable
 #: for long.  The oldest are then dropped from the list, and their tables stay in the store.
 PURGES_MAX = 10_000
@@ -227,7 +232,7 @@ class MetadataImage:
         found = {
             name: None
             for (kind, _), values in self.configs.items()
-            if kind != LEASE_RESOURCE
+            if kind not in MAINTENANCE_RESOURCES
             for name in values
         }
         return sorted(name for name in found if name not in settings.TOPIC.by_name)
@@ -291,7 +296,8 @@ class MetadataImage:
         topic = self.topics.pop(record.topic_id)
         del self.topic_ids[topic.name]
         self.configs.pop((TOPIC_RESOURCE, topic.name), None)
-        self.configs.pop((LEASE_RESOURCE, topic.topic_id), None)
+        for kind in MAINTENANCE_RESOURCES:
+            self.configs.pop((kind, topic.topic_id), None)
         for numbers in self.assigned.values():
             numbers.pop(topic.topic_id, None)
         for number in topic.partitions:

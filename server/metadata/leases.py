@@ -1,12 +1,15 @@
 """The maintenance leases of tables, as the metadata image has them (rule C5).
 
-A lease is a value of the resource `maintenance_lease` of its topic's id.
+A lease is a value of the resource `maintenance_lease` of its topic's id, named by its kind.
+
+    exclusive   of the files of the table: one job at a time rewrites them
+    run:JOB     of a job: one runner at a time runs it (0018)
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from pk import errors
@@ -14,6 +17,14 @@ from pk.server.metadata.image import LEASE_RESOURCE, MetadataImage
 from pk.types import TopicId
 
 EXCLUSIVE = "exclusive"
+
+#: The topic and the kind of a lease.
+LeaseKey = tuple[TopicId, str]
+
+
+def run_kind(job: str) -> str:
+    """Return the kind of the lease under which a job runs."""
+    return f"run:{job}"
 
 
 class Lease(NamedTuple):
@@ -28,23 +39,31 @@ class Lease(NamedTuple):
         return json.dumps(self._asdict())
 
 
-def lease_of(image: MetadataImage, topic_id: TopicId) -> Lease | None:
-    """Return the lease of a topic's table; its job may have died meanwhile."""
-    return _parsed(image.configs.get((LEASE_RESOURCE, topic_id), {}))
+def lease_of(image: MetadataImage, topic_id: TopicId, kind: str = EXCLUSIVE) -> Lease | None:
+    """Return a lease of a topic; its job may have died meanwhile."""
+    text = image.configs.get((LEASE_RESOURCE, topic_id), {}).get(kind)
+    return None if text is None else _parsed(text)
 
 
-def leases_of(image: MetadataImage) -> Iterator[tuple[TopicId, Lease]]:
-    """Yield every lease with the id of its topic."""
-    for (kind, topic_id), values in image.configs.items():
-        lease = _parsed(values) if kind == LEASE_RESOURCE else None
-        if lease is not None:
-            yield topic_id, lease
+def lease_with(image: MetadataImage, topic_id: TopicId, token: int) -> tuple[str, Lease] | None:
+    """Return the kind and the lease of a topic that has this token."""
+    for kind, text in image.configs.get((LEASE_RESOURCE, topic_id), {}).items():
+        lease = _parsed(text)
+        if lease.token == token:
+            return kind, lease
+    return None
 
 
-def _parsed(values: Mapping[str, str]) -> Lease | None:
-    if EXCLUSIVE not in values:
-        return None
-    found: dict[str, Any] = json.loads(values[EXCLUSIVE])
+def leases_of(image: MetadataImage) -> Iterator[tuple[LeaseKey, Lease]]:
+    """Yield every lease with the id of its topic and its kind."""
+    for (resource, topic_id), values in image.configs.items():
+        if resource == LEASE_RESOURCE:
+            for kind, text in values.items():
+                yield (topic_id, kind), _parsed(text)
+
+
+def _parsed(text: str) -> Lease:
+    found: dict[str, Any] = json.loads(text)
     return Lease(int(found["token"]), str(found["holder"]), int(found["ttl_ms"]))
 
 

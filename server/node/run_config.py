@@ -198,10 +198,12 @@ def remove_sockets(run_dir: str, roles: Iterable[str]) -> None:
                 path.parent.rmdir()
 
 
-def write_pid(run_dir: str, role: str) -> None:
-    """Write the pid file, for operators.  A full disk does not prevent the start."""
+def write_pid(run_dir: str, role: str, pid: int | None = None) -> None:
+    """Write the pid file, for operators (None = of this process).  A full disk does not prevent the
+    start.
+    """
     with contextlib.suppress(OSError):
-        (Path(run_dir) / f"{role}.pid").write_text(f"{os.getpid()}\n")
+        (Path(run_dir) / f"{role}.pid").write_text(f"{os.getpid() if pid is None else pid}\n")
 
 
 def boot_id() -> str:

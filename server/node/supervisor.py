@@ -3,13 +3,16 @@
 It holds no data and speaks no protocol.  Children are spawned, never forked, and die with it.
 
     prepare ──► spawn controller, broker, tier ──► all ready ──► one ready line ──► watch
+    after the ready line: the runner of maintenance schedules (maintenance_runner)
     a child dies: before the ready line its cause ends the start (a typed error).  Afterwards it is
     started again after 50 ms … 5 s with jitter; a child that lived 10 s begins with the short wait
-    SIGTERM, Ctrl-C: broker and tier drain, then the controller; a second Ctrl-C kills
+    SIGTERM, Ctrl-C: the runner stops, broker and tier drain, then the controller; a second Ctrl-C
+    kills
 
 Rules
   O1  A node has one supervisor, which holds the lock of DIR/run while it lives.
   O2  Settings reach children only through DIR/run/config.json.
+      The runner is a client of this node: it gets the broker's address, as any client does.
   O3  Before the ready line an error that the operator must mend ends the start.  Other deaths of
       children are retried a few times.
 """
@@ -44,7 +47,10 @@ START_TIMEOUT_MS = 60_000
 #: The longest time that the ready line waits for a tier whose store does not answer.
 TIER_START_MS = 5_000
 CONTROLLER_STOP_MS = 3_000
+RUNNER_STOP_MS = 10_000
 KILLED = 137
+#: The role of the process that runs maintenance schedules, with a JVM while a job needs Spark.
+RUNNER = "maintenance"
 
 
 # -- children --------------------------------------------------------------------------------------
@@ -86,6 +92,8 @@ class Supervisor:
         tier = ("tier",) if config.tier_url and "broker" in config.roles else ()
         wanted = roles or (*config.roles, *tier)
         self.children = {role: Child(role, Backoff(BACKOFF_MS, jitter)) for role in wanted}
+        if config.server["maintenance_runner"] and "broker" in self.children:
+            self.children[RUNNER] = Child(RUNNER, Backoff(BACKOFF_MS, jitter))
         self._keepers = TaskRegistry(partial(log.bug, "keeping a process"))  #: named by role
         self._progress = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -107,13 +115,16 @@ class Supervisor:
         pid_file = Path(self.config.run_dir) / "supervisor.pid"
         write_pid(self.config.run_dir, "supervisor")
         for child in self.children.values():
-            self._keepers.spawn(self._keep(child), child.role)
+            if child.role != RUNNER:
+                self._keepers.spawn(self._keep(child), child.role)
         try:
             await self._until_ready()
             if not self._stopping.is_set():
                 self._served = True
                 self._pin_address()
                 self._on_ready(self._facts())
+                if RUNNER in self.children:
+                    self._keepers.spawn(self._keep(self.children[RUNNER]), RUNNER)
                 await self._stopping.wait()
             return await self._drain()
         finally:
@@ -154,7 +165,11 @@ class Supervisor:
         tier_until_ms = self._clock.monotonic_ms() + TIER_START_MS
         while not self._stopping.is_set():
             now_ms = self._clock.monotonic_ms()
-            waiting = [child for child in self.children.values() if child.ready is None]
+            waiting = [
+                child
+                for child in self.children.values()
+                if child.ready is None and child.role != RUNNER
+            ]
             for child in waiting:
                 self._raise_if_fatal(child)
             if not waiting or ([c.role for c in waiting] == ["tier"] and now_ms > tier_until_ms):
@@ -222,15 +237,16 @@ class Supervisor:
                 continue
 
     async def _run_once(self, child: Child) -> int:
-        command = [sys.executable, "-m", "pk.server", child.role, "--run", self.config.run_dir]
         process = child.process = await asyncio.create_subprocess_exec(
-            *command,
+            *self._command(child.role),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, "PK_SUPERVISOR_PID": str(os.getpid())},
             start_new_session=True,  # Ctrl-C reaches the supervisor only, which drains in order
         )
         child.failure = None
+        if child.role == RUNNER:  # a client knows no run directory
+            write_pid(self.config.run_dir, RUNNER, process.pid)
         if child.told is not None:  # meanwhile
             process.send_signal(child.told)
         assert process.stdout is not None
@@ -242,6 +258,13 @@ class Supervisor:
             child.ready = child.ready if self._served else None
             child.process = None
             (Path(self.config.run_dir) / f"{child.role}.pid").unlink(missing_ok=True)
+
+    def _command(self, role: str) -> list[str]:
+        if role != RUNNER:
+            return [sys.executable, "-m", "pk.server", role, "--run", self.config.run_dir]
+        options = ["--bootstrap", self._address("broker"), "--supervised"]
+        master = ["--master", str(self.config.server["maintenance_master"])]
+        return [sys.executable, "-m", "pk.cli", RUNNER, "runner", *options, *master]
 
     def _on_line(self, child: Child, line: bytes) -> None:
         """Handle a line that a child printed: the ready line, or the error that ended it."""
@@ -263,9 +286,11 @@ class Supervisor:
     # -- stopping ----------------------------------------------------------------------------------
 
     async def _drain(self) -> int:
-        """Stop broker and tier, then the controller, which a controlled shutdown needs (L3)."""
+        """Stop the runner, which releases its leases, then broker and tier, then the controller,
+        which a controlled shutdown needs (L3)."""
         timeout_ms = int(self.config.server["shutdown_timeout_ms"])
-        first = [role for role in self.children if role != "controller"]
+        await self._stop([RUNNER], RUNNER_STOP_MS)  # killed, its leases end after 30 s
+        first = [role for role in self.children if role not in (RUNNER, "controller")]
         drained = await self._stop(first, timeout_ms)
         drained = await self._stop(["controller"], CONTROLLER_STOP_MS) and drained
         if self._killing.is_set():

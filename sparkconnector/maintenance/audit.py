@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from pk import errors
 from pk.clock import SystemClock
+from pk.schedules import DAMAGED, DONE
 from pk.sparkconnector import tier_scan
 from pk.sparkconnector.maintenance import audit_rules, tables
 from pk.sparkconnector.maintenance.audit_rules import ClusterFacts, FileFacts, Judgement, LogFacts
@@ -52,6 +53,17 @@ class AuditReport:
     def verdict(self) -> str:
         damaged = any(each.problems for each in self.partitions)
         return "damaged" if damaged else "ok"
+
+    @property
+    def outcome(self) -> str:
+        return DAMAGED if self.verdict == "damaged" else DONE
+
+    def summary(self) -> str:
+        """Return the result as one line."""
+        rows = sum(each.rows for each in self.partitions)
+        problems = [problem for each in self.partitions for problem in each.problems]
+        found = f"; {len(problems)} problems, the first: {problems[0]}" if problems else ""
+        return f"version {self.version}: {self.verdict}, {rows} rows{found}"
 
 
 class _ReadFiles(NamedTuple):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pk import errors
 from pk.clock import SystemClock
+from pk.schedules import DONE
 from pk.sparkconnector import tier_scan
 from pk.sparkconnector.maintenance import optimize_plan, tables
 from pk.sparkconnector.maintenance.optimize_plan import MergeRun
@@ -53,6 +54,18 @@ class OptimizeReport:
     rewritten_bytes: int  #: of the files that were replaced
     written_bytes: int
     plans: int  #: 1, and one more for each refused hand-over
+
+    @property
+    def outcome(self) -> str:
+        return DONE
+
+    def summary(self) -> str:
+        """Return the result as one line."""
+        return (
+            f"version {self.version}: {self.files_before} files before, {self.files_after} after; "
+            f"{self.rewritten_rows} rows rewritten, {self.rewritten_bytes} bytes became "
+            f"{self.written_bytes}"
+        )
 
 
 class MergedRun(NamedTuple):

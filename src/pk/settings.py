@@ -286,6 +286,10 @@ SERVER = Options(
                "first wait after a failed store call; doubles up to 30 s", "ms", 1),
         Option("tier_merge_interval_ms", int, 300_000,
                "small files of each table are merged in one commit at this interval", "ms", 100),
+        Option("maintenance_runner", bool, False,
+               "whether this node runs the schedules of maintenance jobs: one more process, with a "
+               "JVM while a job needs Spark. Several nodes may: each job is run by one of them"),
+        Option("maintenance_master", str, "local[*]", "Spark's master for the node's runner"),
         Option("tier_vacuum_interval_ms", int, DAY_MS,
                "how often files that a tier table no longer names are deleted; 0 = never", "ms", 0),
         Option("tier_vacuum_retention_ms", int, 7 * DAY_MS,

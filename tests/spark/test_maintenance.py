@@ -126,9 +126,9 @@ def test_bad_input_has_a_typed_error_and_an_exit_code(spark, cluster, capsys) ->
         ("polish", "any", None),
         ("optimize", "no-such-topic", None),
         ("audit", untiered, None),
-        ("audit", untiered, 5),
+        ("audit", untiered, {"target_bytes": 5}),
     ]
-    for job, topic, target in cases:
-        code = command.carry_out(job, topic, cluster.address, "local[2]", target, as_json=True)
+    for job, topic, options in cases:
+        code = command.carry_out(job, topic, cluster.address, "local[2]", options, as_json=True)
         assert code == command.BAD_INPUT, (job, topic)
         assert json.loads(capsys.readouterr().out)["error"]["message"]

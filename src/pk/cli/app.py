@@ -40,7 +40,7 @@ COMMANDS: Mapping[str, str] = {
     "quorum": "describe the metadata quorum, add and remove controllers",
     "log": "print segments, indexes, snapshots and checkpoints for people",
     "tier": "describe the Delta table behind a topic",
-    "maintenance": "run Spark jobs that merge the files of tables, and audit them",
+    "maintenance": "merge the files of tables and audit them, now or on a schedule",
     "doctor": "find out why an environment does not work",
     "demo": "the main job end to end on real data: log, tier, Spark, counts that agree",
 }

@@ -190,6 +190,14 @@ class Head(_message.Message):
     RENEW_LEASE_REPLY_FIELD_NUMBER: _builtins.int
     RELEASE_LEASE_FIELD_NUMBER: _builtins.int
     RELEASE_LEASE_REPLY_FIELD_NUMBER: _builtins.int
+    SET_SCHEDULE_FIELD_NUMBER: _builtins.int
+    SET_SCHEDULE_REPLY_FIELD_NUMBER: _builtins.int
+    DELETE_SCHEDULE_FIELD_NUMBER: _builtins.int
+    DELETE_SCHEDULE_REPLY_FIELD_NUMBER: _builtins.int
+    LIST_SCHEDULES_FIELD_NUMBER: _builtins.int
+    LIST_SCHEDULES_REPLY_FIELD_NUMBER: _builtins.int
+    NOTE_RUN_FIELD_NUMBER: _builtins.int
+    NOTE_RUN_REPLY_FIELD_NUMBER: _builtins.int
     ADD_PARTITIONS_TO_TXN_FIELD_NUMBER: _builtins.int
     ADD_PARTITIONS_TO_TXN_REPLY_FIELD_NUMBER: _builtins.int
     WRITE_TXN_MARKERS_FIELD_NUMBER: _builtins.int
@@ -477,6 +485,24 @@ class Head(_message.Message):
     @_builtins.property
     def release_lease_reply(self) -> Global___ReleaseLeaseReply: ...
     @_builtins.property
+    def set_schedule(self) -> Global___SetScheduleRequest:
+        """schedules of maintenance jobs: client -> controller"""
+
+    @_builtins.property
+    def set_schedule_reply(self) -> Global___SetScheduleReply: ...
+    @_builtins.property
+    def delete_schedule(self) -> Global___DeleteScheduleRequest: ...
+    @_builtins.property
+    def delete_schedule_reply(self) -> Global___DeleteScheduleReply: ...
+    @_builtins.property
+    def list_schedules(self) -> Global___ListSchedulesRequest: ...
+    @_builtins.property
+    def list_schedules_reply(self) -> Global___ListSchedulesReply: ...
+    @_builtins.property
+    def note_run(self) -> Global___NoteRunRequest: ...
+    @_builtins.property
+    def note_run_reply(self) -> Global___NoteRunReply: ...
+    @_builtins.property
     def add_partitions_to_txn(self) -> Global___AddPartitionsToTxnRequest:
         """between brokers"""
 
@@ -668,6 +694,14 @@ class Head(_message.Message):
         renew_lease_reply: Global___RenewLeaseReply | None = ...,
         release_lease: Global___ReleaseLeaseRequest | None = ...,
         release_lease_reply: Global___ReleaseLeaseReply | None = ...,
+        set_schedule: Global___SetScheduleRequest | None = ...,
+        set_schedule_reply: Global___SetScheduleReply | None = ...,
+        delete_schedule: Global___DeleteScheduleRequest | None = ...,
+        delete_schedule_reply: Global___DeleteScheduleReply | None = ...,
+        list_schedules: Global___ListSchedulesRequest | None = ...,
+        list_schedules_reply: Global___ListSchedulesReply | None = ...,
+        note_run: Global___NoteRunRequest | None = ...,
+        note_run_reply: Global___NoteRunReply | None = ...,
         add_partitions_to_txn: Global___AddPartitionsToTxnRequest | None = ...,
         add_partitions_to_txn_reply: Global___AddPartitionsToTxnReply | None = ...,
         write_txn_markers: Global___WriteTxnMarkersRequest | None = ...,
@@ -701,11 +735,11 @@ class Head(_message.Message):
         txn_offset_commit: Global___TxnOffsetCommitRequest | None = ...,
         txn_offset_commit_reply: Global___TxnOffsetCommitReply | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_participants", b"abort_participants", "abort_participants_reply", b"abort_participants_reply", "abort_transaction", b"abort_transaction", "abort_transaction_reply", b"abort_transaction_reply", "acquire_lease", b"acquire_lease", "acquire_lease_reply", b"acquire_lease_reply", "add_partitions_to_txn", b"add_partitions_to_txn", "add_partitions_to_txn_reply", b"add_partitions_to_txn_reply", "add_voter", b"add_voter", "allocate_producer_ids", b"allocate_producer_ids", "allocate_producer_ids_reply", b"allocate_producer_ids_reply", "alter_configs", b"alter_configs", "alter_configs_reply", b"alter_configs_reply", "alter_partition", b"alter_partition", "alter_partition_reply", b"alter_partition_reply", "alter_reassignments", b"alter_reassignments", "alter_reassignments_reply", b"alter_reassignments_reply", "body", b"body", "broker_heartbeat", b"broker_heartbeat", "broker_heartbeat_reply", b"broker_heartbeat_reply", "byte_offsets", b"byte_offsets", "byte_offsets_reply", b"byte_offsets_reply", "change_voters_reply", b"change_voters_reply", "commit_participants", b"commit_participants", "commit_participants_reply", b"commit_participants_reply", "commit_to_table", b"commit_to_table", "commit_to_table_reply", b"commit_to_table_reply", "confirm_clock", b"confirm_clock", "confirm_clock_reply", b"confirm_clock_reply", "create_internal_topic", b"create_internal_topic", "create_internal_topic_reply", b"create_internal_topic_reply", "create_partitions", b"create_partitions", "create_partitions_reply", b"create_partitions_reply", "create_topics", b"create_topics", "create_topics_reply", b"create_topics_reply", "delete_groups", b"delete_groups", "delete_groups_reply", b"delete_groups_reply", "delete_offsets", b"delete_offsets", "delete_offsets_reply", b"delete_offsets_reply", "delete_records", b"delete_records", "delete_records_reply", b"delete_records_reply", "delete_topics", b"delete_topics", "delete_topics_reply", b"delete_topics_reply", "describe_cluster", b"describe_cluster", "describe_cluster_reply", b"describe_cluster_reply", "describe_configs", b"describe_configs", "describe_configs_reply", b"describe_configs_reply", "describe_groups", b"describe_groups", "describe_groups_reply", b"describe_groups_reply", "describe_partitions", b"describe_partitions", "describe_partitions_reply", b"describe_partitions_reply", "describe_producers", b"describe_producers", "describe_producers_reply", b"describe_producers_reply", "describe_quorum", b"describe_quorum", "describe_quorum_reply", b"describe_quorum_reply", "describe_tier", b"describe_tier", "describe_tier_reply", b"describe_tier_reply", "describe_transactions", b"describe_transactions", "describe_transactions_reply", b"describe_transactions_reply", "elect_leaders", b"elect_leaders", "elect_leaders_reply", b"elect_leaders_reply", "end_txn", b"end_txn", "end_txn_reply", b"end_txn_reply", "error", b"error", "fetch", b"fetch", "fetch_metadata_log", b"fetch_metadata_log", "fetch_metadata_log_reply", b"fetch_metadata_log_reply", "fetch_reply", b"fetch_reply", "fetch_snapshot", b"fetch_snapshot", "fetch_snapshot_reply", b"fetch_snapshot_reply", "find_coordinator", b"find_coordinator", "find_coordinator_reply", b"find_coordinator_reply", "forget_transaction", b"forget_transaction", "forget_transaction_reply", b"forget_transaction_reply", "group_heartbeat", b"group_heartbeat", "group_heartbeat_reply", b"group_heartbeat_reply", "hello", b"hello", "hello_reply", b"hello_reply", "init_producer_id", b"init_producer_id", "init_producer_id_reply", b"init_producer_id_reply", "join_group", b"join_group", "join_group_reply", b"join_group_reply", "join_transaction", b"join_transaction", "join_transaction_reply", b"join_transaction_reply", "leave_group", b"leave_group", "leave_group_reply", b"leave_group_reply", "list_brokers", b"list_brokers", "list_brokers_reply", b"list_brokers_reply", "list_groups", b"list_groups", "list_groups_reply", b"list_groups_reply", "list_offsets", b"list_offsets", "list_offsets_reply", b"list_offsets_reply", "list_reassignments", b"list_reassignments", "list_reassignments_reply", b"list_reassignments_reply", "list_transactions", b"list_transactions", "list_transactions_reply", b"list_transactions_reply", "metadata", b"metadata", "metadata_reply", b"metadata_reply", "offset_commit", b"offset_commit", "offset_commit_reply", b"offset_commit_reply", "offset_fetch", b"offset_fetch", "offset_fetch_reply", b"offset_fetch_reply", "participant_heartbeat", b"participant_heartbeat", "participant_heartbeat_reply", b"participant_heartbeat_reply", "prepare_participants", b"prepare_participants", "prepare_participants_reply", b"prepare_participants_reply", "produce", b"produce", "produce_reply", b"produce_reply", "quorum_begin", b"quorum_begin", "quorum_end", b"quorum_end", "quorum_fetch", b"quorum_fetch", "quorum_fetch_reply", b"quorum_fetch_reply", "quorum_heard_reply", b"quorum_heard_reply", "quorum_vote", b"quorum_vote", "quorum_vote_reply", b"quorum_vote_reply", "register_broker", b"register_broker", "register_broker_reply", b"register_broker_reply", "release_lease", b"release_lease", "release_lease_reply", b"release_lease_reply", "remove_voter", b"remove_voter", "renew_lease", b"renew_lease", "renew_lease_reply", b"renew_lease_reply", "sync_group", b"sync_group", "sync_group_reply", b"sync_group_reply", "tier_claim", b"tier_claim", "tier_claim_reply", b"tier_claim_reply", "tier_confirm", b"tier_confirm", "tier_confirm_reply", b"tier_confirm_reply", "tier_fetch", b"tier_fetch", "tier_fetch_reply", b"tier_fetch_reply", "tier_offset_for_time", b"tier_offset_for_time", "tier_offset_for_time_reply", b"tier_offset_for_time_reply", "tier_partitions", b"tier_partitions", "tier_partitions_reply", b"tier_partitions_reply", "tier_progress", b"tier_progress", "tier_progress_reply", b"tier_progress_reply", "tier_purge", b"tier_purge", "tier_purge_reply", b"tier_purge_reply", "tier_purged", b"tier_purged", "tier_purged_reply", b"tier_purged_reply", "tier_rows", b"tier_rows", "tier_rows_reply", b"tier_rows_reply", "txn_offset_commit", b"txn_offset_commit", "txn_offset_commit_reply", b"txn_offset_commit_reply", "unregister_broker", b"unregister_broker", "unregister_broker_reply", b"unregister_broker_reply", "upgrade_cluster", b"upgrade_cluster", "upgrade_cluster_reply", b"upgrade_cluster_reply", "write_txn_markers", b"write_txn_markers", "write_txn_markers_reply", b"write_txn_markers_reply"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_participants", b"abort_participants", "abort_participants_reply", b"abort_participants_reply", "abort_transaction", b"abort_transaction", "abort_transaction_reply", b"abort_transaction_reply", "acquire_lease", b"acquire_lease", "acquire_lease_reply", b"acquire_lease_reply", "add_partitions_to_txn", b"add_partitions_to_txn", "add_partitions_to_txn_reply", b"add_partitions_to_txn_reply", "add_voter", b"add_voter", "allocate_producer_ids", b"allocate_producer_ids", "allocate_producer_ids_reply", b"allocate_producer_ids_reply", "alter_configs", b"alter_configs", "alter_configs_reply", b"alter_configs_reply", "alter_partition", b"alter_partition", "alter_partition_reply", b"alter_partition_reply", "alter_reassignments", b"alter_reassignments", "alter_reassignments_reply", b"alter_reassignments_reply", "body", b"body", "broker_heartbeat", b"broker_heartbeat", "broker_heartbeat_reply", b"broker_heartbeat_reply", "byte_offsets", b"byte_offsets", "byte_offsets_reply", b"byte_offsets_reply", "change_voters_reply", b"change_voters_reply", "commit_participants", b"commit_participants", "commit_participants_reply", b"commit_participants_reply", "commit_to_table", b"commit_to_table", "commit_to_table_reply", b"commit_to_table_reply", "confirm_clock", b"confirm_clock", "confirm_clock_reply", b"confirm_clock_reply", "create_internal_topic", b"create_internal_topic", "create_internal_topic_reply", b"create_internal_topic_reply", "create_partitions", b"create_partitions", "create_partitions_reply", b"create_partitions_reply", "create_topics", b"create_topics", "create_topics_reply", b"create_topics_reply", "delete_groups", b"delete_groups", "delete_groups_reply", b"delete_groups_reply", "delete_offsets", b"delete_offsets", "delete_offsets_reply", b"delete_offsets_reply", "delete_records", b"delete_records", "delete_records_reply", b"delete_records_reply", "delete_schedule", b"delete_schedule", "delete_schedule_reply", b"delete_schedule_reply", "delete_topics", b"delete_topics", "delete_topics_reply", b"delete_topics_reply", "describe_cluster", b"describe_cluster", "describe_cluster_reply", b"describe_cluster_reply", "describe_configs", b"describe_configs", "describe_configs_reply", b"describe_configs_reply", "describe_groups", b"describe_groups", "describe_groups_reply", b"describe_groups_reply", "describe_partitions", b"describe_partitions", "describe_partitions_reply", b"describe_partitions_reply", "describe_producers", b"describe_producers", "describe_producers_reply", b"describe_producers_reply", "describe_quorum", b"describe_quorum", "describe_quorum_reply", b"describe_quorum_reply", "describe_tier", b"describe_tier", "describe_tier_reply", b"describe_tier_reply", "describe_transactions", b"describe_transactions", "describe_transactions_reply", b"describe_transactions_reply", "elect_leaders", b"elect_leaders", "elect_leaders_reply", b"elect_leaders_reply", "end_txn", b"end_txn", "end_txn_reply", b"end_txn_reply", "error", b"error", "fetch", b"fetch", "fetch_metadata_log", b"fetch_metadata_log", "fetch_metadata_log_reply", b"fetch_metadata_log_reply", "fetch_reply", b"fetch_reply", "fetch_snapshot", b"fetch_snapshot", "fetch_snapshot_reply", b"fetch_snapshot_reply", "find_coordinator", b"find_coordinator", "find_coordinator_reply", b"find_coordinator_reply", "forget_transaction", b"forget_transaction", "forget_transaction_reply", b"forget_transaction_reply", "group_heartbeat", b"group_heartbeat", "group_heartbeat_reply", b"group_heartbeat_reply", "hello", b"hello", "hello_reply", b"hello_reply", "init_producer_id", b"init_producer_id", "init_producer_id_reply", b"init_producer_id_reply", "join_group", b"join_group", "join_group_reply", b"join_group_reply", "join_transaction", b"join_transaction", "join_transaction_reply", b"join_transaction_reply", "leave_group", b"leave_group", "leave_group_reply", b"leave_group_reply", "list_brokers", b"list_brokers", "list_brokers_reply", b"list_brokers_reply", "list_groups", b"list_groups", "list_groups_reply", b"list_groups_reply", "list_offsets", b"list_offsets", "list_offsets_reply", b"list_offsets_reply", "list_reassignments", b"list_reassignments", "list_reassignments_reply", b"list_reassignments_reply", "list_schedules", b"list_schedules", "list_schedules_reply", b"list_schedules_reply", "list_transactions", b"list_transactions", "list_transactions_reply", b"list_transactions_reply", "metadata", b"metadata", "metadata_reply", b"metadata_reply", "note_run", b"note_run", "note_run_reply", b"note_run_reply", "offset_commit", b"offset_commit", "offset_commit_reply", b"offset_commit_reply", "offset_fetch", b"offset_fetch", "offset_fetch_reply", b"offset_fetch_reply", "participant_heartbeat", b"participant_heartbeat", "participant_heartbeat_reply", b"participant_heartbeat_reply", "prepare_participants", b"prepare_participants", "prepare_participants_reply", b"prepare_participants_reply", "produce", b"produce", "produce_reply", b"produce_reply", "quorum_begin", b"quorum_begin", "quorum_end", b"quorum_end", "quorum_fetch", b"quorum_fetch", "quorum_fetch_reply", b"quorum_fetch_reply", "quorum_heard_reply", b"quorum_heard_reply", "quorum_vote", b"quorum_vote", "quorum_vote_reply", b"quorum_vote_reply", "register_broker", b"register_broker", "register_broker_reply", b"register_broker_reply", "release_lease", b"release_lease", "release_lease_reply", b"release_lease_reply", "remove_voter", b"remove_voter", "renew_lease", b"renew_lease", "renew_lease_reply", b"renew_lease_reply", "set_schedule", b"set_schedule", "set_schedule_reply", b"set_schedule_reply", "sync_group", b"sync_group", "sync_group_reply", b"sync_group_reply", "tier_claim", b"tier_claim", "tier_claim_reply", b"tier_claim_reply", "tier_confirm", b"tier_confirm", "tier_confirm_reply", b"tier_confirm_reply", "tier_fetch", b"tier_fetch", "tier_fetch_reply", b"tier_fetch_reply", "tier_offset_for_time", b"tier_offset_for_time", "tier_offset_for_time_reply", b"tier_offset_for_time_reply", "tier_partitions", b"tier_partitions", "tier_partitions_reply", b"tier_partitions_reply", "tier_progress", b"tier_progress", "tier_progress_reply", b"tier_progress_reply", "tier_purge", b"tier_purge", "tier_purge_reply", b"tier_purge_reply", "tier_purged", b"tier_purged", "tier_purged_reply", b"tier_purged_reply", "tier_rows", b"tier_rows", "tier_rows_reply", b"tier_rows_reply", "txn_offset_commit", b"txn_offset_commit", "txn_offset_commit_reply", b"txn_offset_commit_reply", "unregister_broker", b"unregister_broker", "unregister_broker_reply", b"unregister_broker_reply", "upgrade_cluster", b"upgrade_cluster", "upgrade_cluster_reply", b"upgrade_cluster_reply", "write_txn_markers", b"write_txn_markers", "write_txn_markers_reply", b"write_txn_markers_reply"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_participants", b"abort_participants", "abort_participants_reply", b"abort_participants_reply", "abort_transaction", b"abort_transaction", "abort_transaction_reply", b"abort_transaction_reply", "acquire_lease", b"acquire_lease", "acquire_lease_reply", b"acquire_lease_reply", "add_partitions_to_txn", b"add_partitions_to_txn", "add_partitions_to_txn_reply", b"add_partitions_to_txn_reply", "add_voter", b"add_voter", "allocate_producer_ids", b"allocate_producer_ids", "allocate_producer_ids_reply", b"allocate_producer_ids_reply", "alter_configs", b"alter_configs", "alter_configs_reply", b"alter_configs_reply", "alter_partition", b"alter_partition", "alter_partition_reply", b"alter_partition_reply", "alter_reassignments", b"alter_reassignments", "alter_reassignments_reply", b"alter_reassignments_reply", "body", b"body", "broker_heartbeat", b"broker_heartbeat", "broker_heartbeat_reply", b"broker_heartbeat_reply", "byte_offsets", b"byte_offsets", "byte_offsets_reply", b"byte_offsets_reply", "change_voters_reply", b"change_voters_reply", "commit_participants", b"commit_participants", "commit_participants_reply", b"commit_participants_reply", "commit_to_table", b"commit_to_table", "commit_to_table_reply", b"commit_to_table_reply", "confirm_clock", b"confirm_clock", "confirm_clock_reply", b"confirm_clock_reply", "correlation_id", b"correlation_id", "create_internal_topic", b"create_internal_topic", "create_internal_topic_reply", b"create_internal_topic_reply", "create_partitions", b"create_partitions", "create_partitions_reply", b"create_partitions_reply", "create_topics", b"create_topics", "create_topics_reply", b"create_topics_reply", "delete_groups", b"delete_groups", "delete_groups_reply", b"delete_groups_reply", "delete_offsets", b"delete_offsets", "delete_offsets_reply", b"delete_offsets_reply", "delete_records", b"delete_records", "delete_records_reply", b"delete_records_reply", "delete_topics", b"delete_topics", "delete_topics_reply", b"delete_topics_reply", "describe_cluster", b"describe_cluster", "describe_cluster_reply", b"describe_cluster_reply", "describe_configs", b"describe_configs", "describe_configs_reply", b"describe_configs_reply", "describe_groups", b"describe_groups", "describe_groups_reply", b"describe_groups_reply", "describe_partitions", b"describe_partitions", "describe_partitions_reply", b"describe_partitions_reply", "describe_producers", b"describe_producers", "describe_producers_reply", b"describe_producers_reply", "describe_quorum", b"describe_quorum", "describe_quorum_reply", b"describe_quorum_reply", "describe_tier", b"describe_tier", "describe_tier_reply", b"describe_tier_reply", "describe_transactions", b"describe_transactions", "describe_transactions_reply", b"describe_transactions_reply", "elect_leaders", b"elect_leaders", "elect_leaders_reply", b"elect_leaders_reply", "end_txn", b"end_txn", "end_txn_reply", b"end_txn_reply", "error", b"error", "fetch", b"fetch", "fetch_metadata_log", b"fetch_metadata_log", "fetch_metadata_log_reply", b"fetch_metadata_log_reply", "fetch_reply", b"fetch_reply", "fetch_snapshot", b"fetch_snapshot", "fetch_snapshot_reply", b"fetch_snapshot_reply", "find_coordinator", b"find_coordinator", "find_coordinator_reply", b"find_coordinator_reply", "forget_transaction", b"forget_transaction", "forget_transaction_reply", b"forget_transaction_reply", "group_heartbeat", b"group_heartbeat", "group_heartbeat_reply", b"group_heartbeat_reply", "hello", b"hello", "hello_reply", b"hello_reply", "init_producer_id", b"init_producer_id", "init_producer_id_reply", b"init_producer_id_reply", "join_group", b"join_group", "join_group_reply", b"join_group_reply", "join_transaction", b"join_transaction", "join_transaction_reply", b"join_transaction_reply", "leave_group", b"leave_group", "leave_group_reply", b"leave_group_reply", "list_brokers", b"list_brokers", "list_brokers_reply", b"list_brokers_reply", "list_groups", b"list_groups", "list_groups_reply", b"list_groups_reply", "list_offsets", b"list_offsets", "list_offsets_reply", b"list_offsets_reply", "list_reassignments", b"list_reassignments", "list_reassignments_reply", b"list_reassignments_reply", "list_transactions", b"list_transactions", "list_transactions_reply", b"list_transactions_reply", "metadata", b"metadata", "metadata_reply", b"metadata_reply", "offset_commit", b"offset_commit", "offset_commit_reply", b"offset_commit_reply", "offset_fetch", b"offset_fetch", "offset_fetch_reply", b"offset_fetch_reply", "participant_heartbeat", b"participant_heartbeat", "participant_heartbeat_reply", b"participant_heartbeat_reply", "prepare_participants", b"prepare_participants", "prepare_participants_reply", b"prepare_participants_reply", "produce", b"produce", "produce_reply", b"produce_reply", "quorum_begin", b"quorum_begin", "quorum_end", b"quorum_end", "quorum_fetch", b"quorum_fetch", "quorum_fetch_reply", b"quorum_fetch_reply", "quorum_heard_reply", b"quorum_heard_reply", "quorum_vote", b"quorum_vote", "quorum_vote_reply", b"quorum_vote_reply", "register_broker", b"register_broker", "register_broker_reply", b"register_broker_reply", "release_lease", b"release_lease", "release_lease_reply", b"release_lease_reply", "remove_voter", b"remove_voter", "renew_lease", b"renew_lease", "renew_lease_reply", b"renew_lease_reply", "sync_group", b"sync_group", "sync_group_reply", b"sync_group_reply", "tier_claim", b"tier_claim", "tier_claim_reply", b"tier_claim_reply", "tier_confirm", b"tier_confirm", "tier_confirm_reply", b"tier_confirm_reply", "tier_fetch", b"tier_fetch", "tier_fetch_reply", b"tier_fetch_reply", "tier_offset_for_time", b"tier_offset_for_time", "tier_offset_for_time_reply", b"tier_offset_for_time_reply", "tier_partitions", b"tier_partitions", "tier_partitions_reply", b"tier_partitions_reply", "tier_progress", b"tier_progress", "tier_progress_reply", b"tier_progress_reply", "tier_purge", b"tier_purge", "tier_purge_reply", b"tier_purge_reply", "tier_purged", b"tier_purged", "tier_purged_reply", b"tier_purged_reply", "tier_rows", b"tier_rows", "tier_rows_reply", b"tier_rows_reply", "timeout_ms", b"timeout_ms", "txn_offset_commit", b"txn_offset_commit", "txn_offset_commit_reply", b"txn_offset_commit_reply", "unregister_broker", b"unregister_broker", "unregister_broker_reply", b"unregister_broker_reply", "upgrade_cluster", b"upgrade_cluster", "upgrade_cluster_reply", b"upgrade_cluster_reply", "write_txn_markers", b"write_txn_markers", "write_txn_markers_reply", b"write_txn_markers_reply"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_participants", b"abort_participants", "abort_participants_reply", b"abort_participants_reply", "abort_transaction", b"abort_transaction", "abort_transaction_reply", b"abort_transaction_reply", "acquire_lease", b"acquire_lease", "acquire_lease_reply", b"acquire_lease_reply", "add_partitions_to_txn", b"add_partitions_to_txn", "add_partitions_to_txn_reply", b"add_partitions_to_txn_reply", "add_voter", b"add_voter", "allocate_producer_ids", b"allocate_producer_ids", "allocate_producer_ids_reply", b"allocate_producer_ids_reply", "alter_configs", b"alter_configs", "alter_configs_reply", b"alter_configs_reply", "alter_partition", b"alter_partition", "alter_partition_reply", b"alter_partition_reply", "alter_reassignments", b"alter_reassignments", "alter_reassignments_reply", b"alter_reassignments_reply", "body", b"body", "broker_heartbeat", b"broker_heartbeat", "broker_heartbeat_reply", b"broker_heartbeat_reply", "byte_offsets", b"byte_offsets", "byte_offsets_reply", b"byte_offsets_reply", "change_voters_reply", b"change_voters_reply", "commit_participants", b"commit_participants", "commit_participants_reply", b"commit_participants_reply", "commit_to_table", b"commit_to_table", "commit_to_table_reply", b"commit_to_table_reply", "confirm_clock", b"confirm_clock", "confirm_clock_reply", b"confirm_clock_reply", "correlation_id", b"correlation_id", "create_internal_topic", b"create_internal_topic", "create_internal_topic_reply", b"create_internal_topic_reply", "create_partitions", b"create_partitions", "create_partitions_reply", b"create_partitions_reply", "create_topics", b"create_topics", "create_topics_reply", b"create_topics_reply", "delete_groups", b"delete_groups", "delete_groups_reply", b"delete_groups_reply", "delete_offsets", b"delete_offsets", "delete_offsets_reply", b"delete_offsets_reply", "delete_records", b"delete_records", "delete_records_reply", b"delete_records_reply", "delete_schedule", b"delete_schedule", "delete_schedule_reply", b"delete_schedule_reply", "delete_topics", b"delete_topics", "delete_topics_reply", b"delete_topics_reply", "describe_cluster", b"describe_cluster", "describe_cluster_reply", b"describe_cluster_reply", "describe_configs", b"describe_configs", "describe_configs_reply", b"describe_configs_reply", "describe_groups", b"describe_groups", "describe_groups_reply", b"describe_groups_reply", "describe_partitions", b"describe_partitions", "describe_partitions_reply", b"describe_partitions_reply", "describe_producers", b"describe_producers", "describe_producers_reply", b"describe_producers_reply", "describe_quorum", b"describe_quorum", "describe_quorum_reply", b"describe_quorum_reply", "describe_tier", b"describe_tier", "describe_tier_reply", b"describe_tier_reply", "describe_transactions", b"describe_transactions", "describe_transactions_reply", b"describe_transactions_reply", "elect_leaders", b"elect_leaders", "elect_leaders_reply", b"elect_leaders_reply", "end_txn", b"end_txn", "end_txn_reply", b"end_txn_reply", "error", b"error", "fetch", b"fetch", "fetch_metadata_log", b"fetch_metadata_log", "fetch_metadata_log_reply", b"fetch_metadata_log_reply", "fetch_reply", b"fetch_reply", "fetch_snapshot", b"fetch_snapshot", "fetch_snapshot_reply", b"fetch_snapshot_reply", "find_coordinator", b"find_coordinator", "find_coordinator_reply", b"find_coordinator_reply", "forget_transaction", b"forget_transaction", "forget_transaction_reply", b"forget_transaction_reply", "group_heartbeat", b"group_heartbeat", "group_heartbeat_reply", b"group_heartbeat_reply", "hello", b"hello", "hello_reply", b"hello_reply", "init_producer_id", b"init_producer_id", "init_producer_id_reply", b"init_producer_id_reply", "join_group", b"join_group", "join_group_reply", b"join_group_reply", "join_transaction", b"join_transaction", "join_transaction_reply", b"join_transaction_reply", "leave_group", b"leave_group", "leave_group_reply", b"leave_group_reply", "list_brokers", b"list_brokers", "list_brokers_reply", b"list_brokers_reply", "list_groups", b"list_groups", "list_groups_reply", b"list_groups_reply", "list_offsets", b"list_offsets", "list_offsets_reply", b"list_offsets_reply", "list_reassignments", b"list_reassignments", "list_reassignments_reply", b"list_reassignments_reply", "list_schedules", b"list_schedules", "list_schedules_reply", b"list_schedules_reply", "list_transactions", b"list_transactions", "list_transactions_reply", b"list_transactions_reply", "metadata", b"metadata", "metadata_reply", b"metadata_reply", "note_run", b"note_run", "note_run_reply", b"note_run_reply", "offset_commit", b"offset_commit", "offset_commit_reply", b"offset_commit_reply", "offset_fetch", b"offset_fetch", "offset_fetch_reply", b"offset_fetch_reply", "participant_heartbeat", b"participant_heartbeat", "participant_heartbeat_reply", b"participant_heartbeat_reply", "prepare_participants", b"prepare_participants", "prepare_participants_reply", b"prepare_participants_reply", "produce", b"produce", "produce_reply", b"produce_reply", "quorum_begin", b"quorum_begin", "quorum_end", b"quorum_end", "quorum_fetch", b"quorum_fetch", "quorum_fetch_reply", b"quorum_fetch_reply", "quorum_heard_reply", b"quorum_heard_reply", "quorum_vote", b"quorum_vote", "quorum_vote_reply", b"quorum_vote_reply", "register_broker", b"register_broker", "register_broker_reply", b"register_broker_reply", "release_lease", b"release_lease", "release_lease_reply", b"release_lease_reply", "remove_voter", b"remove_voter", "renew_lease", b"renew_lease", "renew_lease_reply", b"renew_lease_reply", "set_schedule", b"set_schedule", "set_schedule_reply", b"set_schedule_reply", "sync_group", b"sync_group", "sync_group_reply", b"sync_group_reply", "tier_claim", b"tier_claim", "tier_claim_reply", b"tier_claim_reply", "tier_confirm", b"tier_confirm", "tier_confirm_reply", b"tier_confirm_reply", "tier_fetch", b"tier_fetch", "tier_fetch_reply", b"tier_fetch_reply", "tier_offset_for_time", b"tier_offset_for_time", "tier_offset_for_time_reply", b"tier_offset_for_time_reply", "tier_partitions", b"tier_partitions", "tier_partitions_reply", b"tier_partitions_reply", "tier_progress", b"tier_progress", "tier_progress_reply", b"tier_progress_reply", "tier_purge", b"tier_purge", "tier_purge_reply", b"tier_purge_reply", "tier_purged", b"tier_purged", "tier_purged_reply", b"tier_purged_reply", "tier_rows", b"tier_rows", "tier_rows_reply", b"tier_rows_reply", "timeout_ms", b"timeout_ms", "txn_offset_commit", b"txn_offset_commit", "txn_offset_commit_reply", b"txn_offset_commit_reply", "unregister_broker", b"unregister_broker", "unregister_broker_reply", b"unregister_broker_reply", "upgrade_cluster", b"upgrade_cluster", "upgrade_cluster_reply", b"upgrade_cluster_reply", "write_txn_markers", b"write_txn_markers", "write_txn_markers_reply", b"write_txn_markers_reply"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "hello_reply", "metadata", "metadata_reply", "create_topics", "create_topics_reply", "delete_topics", "delete_topics_reply", "create_partitions", "create_partitions_reply", "describe_configs", "describe_configs_reply", "alter_configs", "alter_configs_reply", "list_offsets", "list_offsets_reply", "delete_records", "delete_records_reply", "init_producer_id", "init_producer_id_reply", "describe_partitions", "describe_partitions_reply", "describe_tier", "describe_tier_reply", "byte_offsets", "byte_offsets_reply", "produce", "produce_reply", "fetch", "fetch_reply", "register_broker", "register_broker_reply", "broker_heartbeat", "broker_heartbeat_reply", "fetch_metadata_log", "fetch_metadata_log_reply", "allocate_producer_ids", "allocate_producer_ids_reply", "alter_partition", "alter_partition_reply", "tier_purged", "tier_purged_reply", "quorum_vote", "quorum_vote_reply", "quorum_begin", "quorum_end", "quorum_heard_reply", "quorum_fetch", "quorum_fetch_reply", "describe_quorum", "describe_quorum_reply", "add_voter", "remove_voter", "change_voters_reply", "fetch_snapshot", "fetch_snapshot_reply", "alter_reassignments", "alter_reassignments_reply", "list_reassignments", "list_reassignments_reply", "elect_leaders", "elect_leaders_reply", "unregister_broker", "unregister_broker_reply", "list_brokers", "list_brokers_reply", "confirm_clock", "confirm_clock_reply", "describe_cluster", "describe_cluster_reply", "upgrade_cluster", "upgrade_cluster_reply", "tier_partitions", "tier_partitions_reply", "tier_progress", "tier_progress_reply", "tier_fetch", "tier_fetch_reply", "tier_offset_for_time", "tier_offset_for_time_reply", "tier_claim", "tier_claim_reply", "commit_to_table", "commit_to_table_reply", "tier_confirm", "tier_confirm_reply", "tier_purge", "tier_purge_reply", "tier_rows", "tier_rows_reply", "find_coordinator", "find_coordinator_reply", "end_txn", "end_txn_reply", "list_transactions", "list_transactions_reply", "describe_transactions", "describe_transactions_reply", "abort_transaction", "abort_transaction_reply", "forget_transaction", "forget_transaction_reply", "describe_producers", "describe_producers_reply", "join_transaction", "join_transaction_reply", "participant_heartbeat", "participant_heartbeat_reply", "commit_participants", "commit_participants_reply", "acquire_lease", "acquire_lease_reply", "renew_lease", "renew_lease_reply", "release_lease", "release_lease_reply", "add_partitions_to_txn", "add_partitions_to_txn_reply", "write_txn_markers", "write_txn_markers_reply", "abort_participants", "abort_participants_reply", "prepare_participants", "prepare_participants_reply", "create_internal_topic", "create_internal_topic_reply", "join_group", "join_group_reply", "sync_group", "sync_group_reply", "group_heartbeat", "group_heartbeat_reply", "leave_group", "leave_group_reply", "offset_commit", "offset_commit_reply", "offset_fetch", "offset_fetch_reply", "list_groups", "list_groups_reply", "describe_groups", "describe_groups_reply", "delete_groups", "delete_groups_reply", "delete_offsets", "delete_offsets_reply", "txn_offset_commit", "txn_offset_commit_reply"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "hello_reply", "metadata", "metadata_reply", "create_topics", "create_topics_reply", "delete_topics", "delete_topics_reply", "create_partitions", "create_partitions_reply", "describe_configs", "describe_configs_reply", "alter_configs", "alter_configs_reply", "list_offsets", "list_offsets_reply", "delete_records", "delete_records_reply", "init_producer_id", "init_producer_id_reply", "describe_partitions", "describe_partitions_reply", "describe_tier", "describe_tier_reply", "byte_offsets", "byte_offsets_reply", "produce", "produce_reply", "fetch", "fetch_reply", "register_broker", "register_broker_reply", "broker_heartbeat", "broker_heartbeat_reply", "fetch_metadata_log", "fetch_metadata_log_reply", "allocate_producer_ids", "allocate_producer_ids_reply", "alter_partition", "alter_partition_reply", "tier_purged", "tier_purged_reply", "quorum_vote", "quorum_vote_reply", "quorum_begin", "quorum_end", "quorum_heard_reply", "quorum_fetch", "quorum_fetch_reply", "describe_quorum", "describe_quorum_reply", "add_voter", "remove_voter", "change_voters_reply", "fetch_snapshot", "fetch_snapshot_reply", "alter_reassignments", "alter_reassignments_reply", "list_reassignments", "list_reassignments_reply", "elect_leaders", "elect_leaders_reply", "unregister_broker", "unregister_broker_reply", "list_brokers", "list_brokers_reply", "confirm_clock", "confirm_clock_reply", "describe_cluster", "describe_cluster_reply", "upgrade_cluster", "upgrade_cluster_reply", "tier_partitions", "tier_partitions_reply", "tier_progress", "tier_progress_reply", "tier_fetch", "tier_fetch_reply", "tier_offset_for_time", "tier_offset_for_time_reply", "tier_claim", "tier_claim_reply", "commit_to_table", "commit_to_table_reply", "tier_confirm", "tier_confirm_reply", "tier_purge", "tier_purge_reply", "tier_rows", "tier_rows_reply", "find_coordinator", "find_coordinator_reply", "end_txn", "end_txn_reply", "list_transactions", "list_transactions_reply", "describe_transactions", "describe_transactions_reply", "abort_transaction", "abort_transaction_reply", "forget_transaction", "forget_transaction_reply", "describe_producers", "describe_producers_reply", "join_transaction", "join_transaction_reply", "participant_heartbeat", "participant_heartbeat_reply", "commit_participants", "commit_participants_reply", "acquire_lease", "acquire_lease_reply", "renew_lease", "renew_lease_reply", "release_lease", "release_lease_reply", "set_schedule", "set_schedule_reply", "delete_schedule", "delete_schedule_reply", "list_schedules", "list_schedules_reply", "note_run", "note_run_reply", "add_partitions_to_txn", "add_partitions_to_txn_reply", "write_txn_markers", "write_txn_markers_reply", "abort_participants", "abort_participants_reply", "prepare_participants", "prepare_participants_reply", "create_internal_topic", "create_internal_topic_reply", "join_group", "join_group_reply", "sync_group", "sync_group_reply", "group_heartbeat", "group_heartbeat_reply", "leave_group", "leave_group_reply", "offset_commit", "offset_commit_reply", "offset_fetch", "offset_fetch_reply", "list_groups", "list_groups_reply", "describe_groups", "describe_groups_reply", "delete_groups", "delete_groups_reply", "delete_offsets", "delete_offsets_reply", "txn_offset_commit", "txn_offset_commit_reply"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -5005,7 +5039,8 @@ Global___CommitToTableRequest: _TypeAlias = CommitToTableRequest  # noqa: Y015
 
 @_typing.final
 class AcquireLeaseRequest(_message.Message):
-    """kind: "exclusive".  holder: of one run of a job, drawn at random; the same holder gets the same lease again.
+    """kind: "exclusive" = of the table's files; "run:JOB" = of one job, so that it runs once at a time.
+    holder: of one run of a job, drawn at random; the same holder gets the same lease again.
     token: grows with every grant in the cluster; the owner of the table refuses an older one
     """
 
@@ -5043,10 +5078,12 @@ class AcquireLeaseReply(_message.Message):
     TOKEN_FIELD_NUMBER: _builtins.int
     TTL_MS_FIELD_NUMBER: _builtins.int
     METADATA_OFFSET_FIELD_NUMBER: _builtins.int
+    NOW_MS_FIELD_NUMBER: _builtins.int
     topic_id: _builtins.str
     token: _builtins.int
     ttl_ms: _builtins.int
     metadata_offset: _builtins.int
+    now_ms: _builtins.int
     def __init__(
         self,
         *,
@@ -5054,10 +5091,11 @@ class AcquireLeaseReply(_message.Message):
         token: _builtins.int = ...,
         ttl_ms: _builtins.int = ...,
         metadata_offset: _builtins.int = ...,
+        now_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["metadata_offset", b"metadata_offset", "token", b"token", "topic_id", b"topic_id", "ttl_ms", b"ttl_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["metadata_offset", b"metadata_offset", "now_ms", b"now_ms", "token", b"token", "topic_id", b"topic_id", "ttl_ms", b"ttl_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -5144,6 +5182,303 @@ class ReleaseLeaseReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReleaseLeaseReply: _TypeAlias = ReleaseLeaseReply  # noqa: Y015
+
+@_typing.final
+class MaintenanceSchedule(_message.Message):
+    """every_ms or cron (five fields, UTC) is set.  since_ms: when it was set.  All times are the controller's wall clock."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    TOPIC_ID_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
+    EVERY_MS_FIELD_NUMBER: _builtins.int
+    CRON_FIELD_NUMBER: _builtins.int
+    SINCE_MS_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    topic_id: _builtins.str
+    job: _builtins.str
+    every_ms: _builtins.int
+    cron: _builtins.str
+    since_ms: _builtins.int
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        topic_id: _builtins.str = ...,
+        job: _builtins.str = ...,
+        every_ms: _builtins.int = ...,
+        cron: _builtins.str = ...,
+        since_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cron", b"cron", "every_ms", b"every_ms", "job", b"job", "since_ms", b"since_ms", "topic", b"topic", "topic_id", b"topic_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MaintenanceSchedule: _TypeAlias = MaintenanceSchedule  # noqa: Y015
+
+@_typing.final
+class MaintenanceRun(_message.Message):
+    """outcome: done, failed or damaged.  failures: in a row, this one included.  token: of the lease "run:JOB" under which it ran"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STARTED_MS_FIELD_NUMBER: _builtins.int
+    ENDED_MS_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    RUNNER_FIELD_NUMBER: _builtins.int
+    FAILURES_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    started_ms: _builtins.int
+    ended_ms: _builtins.int
+    outcome: _builtins.str
+    detail: _builtins.str
+    runner: _builtins.str
+    failures: _builtins.int
+    token: _builtins.int
+    def __init__(
+        self,
+        *,
+        started_ms: _builtins.int = ...,
+        ended_ms: _builtins.int = ...,
+        outcome: _builtins.str = ...,
+        detail: _builtins.str = ...,
+        runner: _builtins.str = ...,
+        failures: _builtins.int = ...,
+        token: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "ended_ms", b"ended_ms", "failures", b"failures", "outcome", b"outcome", "runner", b"runner", "started_ms", b"started_ms", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MaintenanceRun: _TypeAlias = MaintenanceRun  # noqa: Y015
+
+@_typing.final
+class SetScheduleRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
+    EVERY_MS_FIELD_NUMBER: _builtins.int
+    CRON_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    job: _builtins.str
+    every_ms: _builtins.int
+    cron: _builtins.str
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        job: _builtins.str = ...,
+        every_ms: _builtins.int = ...,
+        cron: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cron", b"cron", "every_ms", b"every_ms", "job", b"job", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetScheduleRequest: _TypeAlias = SetScheduleRequest  # noqa: Y015
+
+@_typing.final
+class SetScheduleReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BEFORE_FIELD_NUMBER: _builtins.int
+    METADATA_OFFSET_FIELD_NUMBER: _builtins.int
+    metadata_offset: _builtins.int
+    @_builtins.property
+    def before(self) -> Global___MaintenanceSchedule: ...
+    def __init__(
+        self,
+        *,
+        before: Global___MaintenanceSchedule | None = ...,
+        metadata_offset: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["before", b"before"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before", b"before", "metadata_offset", b"metadata_offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetScheduleReply: _TypeAlias = SetScheduleReply  # noqa: Y015
+
+@_typing.final
+class DeleteScheduleRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    job: _builtins.str
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        job: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteScheduleRequest: _TypeAlias = DeleteScheduleRequest  # noqa: Y015
+
+@_typing.final
+class DeleteScheduleReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FOUND_FIELD_NUMBER: _builtins.int
+    METADATA_OFFSET_FIELD_NUMBER: _builtins.int
+    found: _builtins.bool
+    metadata_offset: _builtins.int
+    def __init__(
+        self,
+        *,
+        found: _builtins.bool = ...,
+        metadata_offset: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["found", b"found", "metadata_offset", b"metadata_offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteScheduleReply: _TypeAlias = DeleteScheduleReply  # noqa: Y015
+
+@_typing.final
+class ListSchedulesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListSchedulesRequest: _TypeAlias = ListSchedulesRequest  # noqa: Y015
+
+@_typing.final
+class ScheduleListing(_message.Message):
+    """running: the holder of the lease "run:JOB", if it is renewed.  schedule.every_ms = 0 and no cron: only a run is known"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SCHEDULE_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
+    running: _builtins.str
+    @_builtins.property
+    def schedule(self) -> Global___MaintenanceSchedule: ...
+    @_builtins.property
+    def last(self) -> Global___MaintenanceRun: ...
+    def __init__(
+        self,
+        *,
+        schedule: Global___MaintenanceSchedule | None = ...,
+        last: Global___MaintenanceRun | None = ...,
+        running: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["last", b"last", "schedule", b"schedule"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["last", b"last", "running", b"running", "schedule", b"schedule"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScheduleListing: _TypeAlias = ScheduleListing  # noqa: Y015
+
+@_typing.final
+class ListSchedulesReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NOW_MS_FIELD_NUMBER: _builtins.int
+    SCHEDULES_FIELD_NUMBER: _builtins.int
+    now_ms: _builtins.int
+    @_builtins.property
+    def schedules(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScheduleListing]: ...
+    def __init__(
+        self,
+        *,
+        now_ms: _builtins.int = ...,
+        schedules: _abc.Iterable[Global___ScheduleListing] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["now_ms", b"now_ms", "schedules", b"schedules"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListSchedulesReply: _TypeAlias = ListSchedulesReply  # noqa: Y015
+
+@_typing.final
+class NoteRunRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_ID_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    STARTED_MS_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    RUNNER_FIELD_NUMBER: _builtins.int
+    topic_id: _builtins.str
+    job: _builtins.str
+    token: _builtins.int
+    started_ms: _builtins.int
+    outcome: _builtins.str
+    detail: _builtins.str
+    runner: _builtins.str
+    def __init__(
+        self,
+        *,
+        topic_id: _builtins.str = ...,
+        job: _builtins.str = ...,
+        token: _builtins.int = ...,
+        started_ms: _builtins.int = ...,
+        outcome: _builtins.str = ...,
+        detail: _builtins.str = ...,
+        runner: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "job", b"job", "outcome", b"outcome", "runner", b"runner", "started_ms", b"started_ms", "token", b"token", "topic_id", b"topic_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NoteRunRequest: _TypeAlias = NoteRunRequest  # noqa: Y015
+
+@_typing.final
+class NoteRunReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    METADATA_OFFSET_FIELD_NUMBER: _builtins.int
+    metadata_offset: _builtins.int
+    def __init__(
+        self,
+        *,
+        metadata_offset: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["metadata_offset", b"metadata_offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NoteRunReply: _TypeAlias = NoteRunReply  # noqa: Y015
 
 @_typing.final
 class CommitToTableReply(_message.Message):

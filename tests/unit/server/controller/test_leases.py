@@ -28,7 +28,8 @@ def bench_of() -> tuple[Bench, str]:
 def acquire(bench: Bench, holder: str, *live: str, **more: Any) -> wire.AcquireLeaseReply:
     fields: dict[str, Any] = {"topic": "t", "kind": "exclusive", "ttl_ms": 5_000, **more}
     request = wire.AcquireLeaseRequest(holder=holder, **fields)
-    reply: wire.AcquireLeaseReply = bench.do(c.AcquireLease(request, frozenset(live)))
+    renewed = frozenset((each, request.kind) for each in live)
+    reply: wire.AcquireLeaseReply = bench.do(c.AcquireLease(request, renewed))
     return reply
 
 
@@ -111,10 +112,10 @@ def test_a_lease_lives_for_its_ttl_after_the_last_renewal() -> None:
     bench, topic_id = bench_of()
     token = acquire(bench, "a").token
     heard = RenewedLeases()
-    heard.heard(topic_id, token, 1_000)
-    assert heard.live(bench.image, 5_999) == {topic_id}
-    heard.heard(topic_id, token, 5_000)
-    assert heard.live(bench.image, 9_999) == {topic_id}
+    heard.heard(topic_id, "exclusive", token, 1_000)
+    assert heard.live(bench.image, 5_999) == {(topic_id, "exclusive")}
+    heard.heard(topic_id, "exclusive", token, 5_000)
+    assert heard.live(bench.image, 9_999) == {(topic_id, "exclusive")}
     assert heard.live(bench.image, 10_000) == frozenset()
 
 
@@ -123,6 +124,6 @@ def test_a_new_term_grants_one_more_ttl() -> None:
     bench, topic_id = bench_of()
     acquire(bench, "a")
     heard = RenewedLeases()
-    assert heard.live(bench.image, 100_000) == {topic_id}
-    assert heard.live(bench.image, 104_999) == {topic_id}
+    assert heard.live(bench.image, 100_000) == {(topic_id, "exclusive")}
+    assert heard.live(bench.image, 104_999) == {(topic_id, "exclusive")}
     assert heard.live(bench.image, 105_000) == frozenset()

@@ -33,11 +33,29 @@ class FakeProcess:
         self.signals.append(number)
 
 
+class LivingProcess(FakeProcess):
+    """A process that prints a line and ends at a signal."""
+
+    returncode: Any = None
+    pid = 7
+
+    def __init__(self, said: bytes) -> None:
+        super().__init__()
+        self.stdout = asyncio.StreamReader()
+        self.stdout.feed_data(said)
+
+    def send_signal(self, number: int) -> None:
+        super().send_signal(number)
+        self.stdout.feed_eof()
+
+
 def test_a_child_that_cannot_be_started_now_is_tried_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A child that floods its stdout is still read."""
-    config: Any = SimpleNamespace(run_dir=str(tmp_path), roles=("broker",), tier_url="")
+    config: Any = SimpleNamespace(
+        run_dir=str(tmp_path), roles=("broker",), tier_url="", server={"maintenance_runner": False}
+    )
     lines = StringIO()
 
     async def main() -> None:
@@ -72,7 +90,9 @@ def test_a_child_that_is_being_started_is_told_to_end(
     """Otherwise it would live until the drain is over, or without an end if the start itself has
     failed.
     """
-    config: Any = SimpleNamespace(run_dir=str(tmp_path), roles=("broker",), tier_url="")
+    config: Any = SimpleNamespace(
+        run_dir=str(tmp_path), roles=("broker",), tier_url="", server={"maintenance_runner": False}
+    )
 
     async def main() -> list[int]:
         supervisor = Supervisor(
@@ -90,3 +110,36 @@ def test_a_child_that_is_being_started_is_told_to_end(
         return process.signals
 
     assert asyncio.run(main()) == [signal.SIGTERM]
+
+
+def test_the_runner_of_maintenance_schedules_starts_after_the_ready_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It is a client of the broker, so it gets the address that the broker reported."""
+    server = {"maintenance_runner": True, "maintenance_master": "local[1]", "metrics": ""}
+    server |= {"listen": "127.0.0.1:0", "shutdown_timeout_ms": 1_000}
+    config: Any = SimpleNamespace(
+        run_dir=str(tmp_path), roles=("broker",), tier_url="", server=server, cluster_id="c",
+        node_id=1, dirs=(), broker_address="127.0.0.1:7", advertise="",
+    )  # fmt: skip
+    events: list[str] = []
+
+    async def main() -> None:
+        supervisor = Supervisor(
+            config,
+            log=tracing.Log("supervisor", lambda: 0, StringIO()),
+            on_ready=lambda _: events.append("ready"),
+        )
+
+        async def start(*command: str, **_options: Any) -> Any:
+            events.append(" ".join(command[2:]))
+            if "runner" in command:
+                supervisor.request_stop()
+            return LivingProcess(b'{"ready": "broker", "address": "127.0.0.1:7"}\n')
+
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+        await supervisor.run()
+
+    asyncio.run(main())
+    runner = "pk.cli maintenance runner --bootstrap 127.0.0.1:7 --supervised --master local[1]"
+    assert events[:3] == [f"pk.server broker --run {tmp_path}", "ready", runner]
