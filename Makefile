@@ -27,7 +27,7 @@ PYTEST := $(PY) -m pytest -q --durations=20 --durations-min=15 $(ARGS)
 SPREAD := -n 2 --dist worksteal
 REAL_SPREAD := -n 2 --dist loadfile
 FAST := $(wildcard tests/unit tests/contract tests/property tests/sim tests/soak tests/chaos tests/jepsen)
-REAL := $(wildcard tests/contract tests/integration tests/spark tests/s3 tests/chaos tests/eos tests/jepsen tests/spark_exactly_once tests/golden tests/soak)
+REAL := $(wildcard tests/contract tests/integration tests/spark tests/s3 tests/chaos tests/eos tests/groups tests/jepsen tests/spark_exactly_once tests/golden tests/soak)
 PLAIN := not s3 and not spark and not chaos and not peer
 PROCESSES := (integration or spark or s3 or chaos) and not peer
 
@@ -111,6 +111,10 @@ chaos-cluster: $(VENV)/.ready ## three nodes: kills, freezes, cut networks, lost
 .PHONY: eos
 eos: $(VENV)/.ready ## exactly once: a read-process-write loop in transactions, brokers and clients killed (SEED=); a verdict
 	$(PY) tests/eos/run.py $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+.PHONY: groups
+groups: $(VENV)/.ready ## two groups of five members: rolling restarts, coordinators killed, offsets in transactions (SEED=); a verdict
+	$(PY) tests/groups/run.py $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 .PHONY: spark-exactly-once
 spark-exactly-once: $(VENV)/.jars ## a streaming query whose driver and tasks are killed at each step of a batch (STORE=file|s3, SEED=); a verdict

@@ -29,7 +29,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "fixtures"))
 
 from copier import BATCH, INPUT, OUTPUT, PROGRESS
+from judging import bugs, difference
 from left_open import BROKERS, NODE, TRANSACTION_TIMEOUT_MS, LeftOpen
 
 from pk import AdminClient, Consumer, Producer, TopicPartition, errors
@@ -216,7 +216,7 @@ class Run:
         found = self._read_all()
         for number, rows in expected.items():
             self._verdict.check(
-                found[number] == rows, _difference(f"output {number}", rows, found[number])
+                found[number] == rows, difference(f"output {number}", rows, found[number])
             )
         deadline = monotonic_s() + 60
         while follower.read != found and monotonic_s() < deadline and follower.failure is None:
@@ -225,7 +225,7 @@ class Run:
         self._verdict.check(follower.failure is None, f"the consumer failed: {follower.failure!r}")
         for number, rows in found.items():
             read = follower.read[number]
-            self._verdict.check(read == rows, _difference(f"read meanwhile {number}", rows, read))
+            self._verdict.check(read == rows, difference(f"read meanwhile {number}", rows, read))
         self._verdict.check(self._closed(), "a transaction is still open")
 
     def _read_all(self) -> dict[int, list[bytes]]:
@@ -266,23 +266,6 @@ def leave_open(cluster: EmbeddedCluster, verdict: Verdict) -> None:
             f"{dies} died with a producer: readers went on after {took_ms} ms, "
             f"{LEFT_OPEN_LIMIT_MS} are allowed",
         )
-
-
-def _difference(what: str, expected: Sequence[bytes], found: Sequence[bytes]) -> str:
-    """Return words for the first difference of two lists."""
-    for at, (one, other) in enumerate(zip(expected, found, strict=False)):
-        if one != other:
-            return f"{what}: {other!r} instead of {one!r} at {at}; {len(found)} records"
-    return f"{what}: {len(found)} records instead of {len(expected)}"
-
-
-def bugs(cluster: EmbeddedCluster) -> list[str]:
-    """Return the lines of the nodes' logs that report a bug."""
-    found: list[str] = []
-    for node in cluster.nodes.values():
-        lines = node.log.read_text(errors="replace").splitlines()
-        found += [line for line in lines if '"BUG"' in line or " BUG " in line]
-    return found
 
 
 def main() -> int:
