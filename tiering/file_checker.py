@@ -22,10 +22,11 @@ from pk.clock import Clock
 from pk.tasks import TaskRegistry
 from pk.tiering.damage import DamagedFile, DamagedFiles, damaged
 from pk.tiering.data_files import DataFile
-from pk.tiering.objects import ObjectStore
+from pk.tiering.objects import ObjectInfo, ObjectStore
 from pk.tiering.reader import TablePartition, TierReader
 from pk.tiering.table import Table
 from pk.types import Offset
+from pk.wire import pk_pb2 as wire
 
 HEADS_MAX = 8
 #: How often damaged files are read again, and how many of a table in one turn (A2).
@@ -93,9 +94,25 @@ class FileChecker:
         covering = {file.path for file in files}
         return [each for each in topic.damaged.of(partition) if each.file.path in covering]
 
-    async def _is_whole(self, topic: Watched, file: DataFile) -> bool:
+    async def check_uploads(self, topic: Watched, adds: Sequence[wire.AddFile]) -> None:
+        """Raises `UnknownTierRange` if a file of a hand-over is not in the store.
+
+        A maker that slept may hand over an upload that a sweep has removed meanwhile.
+        """
+        heads = (self._head(topic, add.path) for add in adds)
+        for add, found in zip(adds, await asyncio.gather(*heads), strict=True):
+            if found is None or found.size != add.size:
+                raise errors.UnknownTierRange(
+                    f"{topic.table.uri}: {add.path} is not in the store with its {add.size} bytes: "
+                    "plan again"
+                )
+
+    async def _head(self, topic: Watched, path: str) -> ObjectInfo | None:
         async with self._heading:
-            found = await self._store.head(f"{topic.home}/{file.path}")
+            return await self._store.head(f"{topic.home}/{path}")
+
+    async def _is_whole(self, topic: Watched, file: DataFile) -> bool:
+        found = await self._head(topic, file.path)
         return found is not None and found.size == file.size
 
     async def _look_again(self, topic: Watched) -> None:

@@ -206,6 +206,8 @@ class TierWorker:
         """Hands a change to the topic's owner (rule T3); raises the owner's refusal."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         topic = self.topic(request.topic_id, request.topic)
+        if request.removes:  # what they replace cannot be copied again
+            await self._watch.check_uploads(topic, request.adds)
         self._step_owner(topic, owning.Submit(future, request))
         reply: wire.CommitToTableReply = await future
         return reply

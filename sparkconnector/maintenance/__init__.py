@@ -7,9 +7,11 @@ killed at any point: what it wrote is then named by no version.
 
     optimize   fewer and larger files with the same rows
     audit      rows, row sums and offsets of a version against its counters and the local log
+    sweep      removes uploads that no version names; without Spark
 """
 
 from pk.sparkconnector.maintenance.audit import AuditReport, audit
 from pk.sparkconnector.maintenance.optimize import OptimizeReport, optimize
+from pk.sparkconnector.maintenance.sweep import SweepReport, sweep
 
-__all__ = ["AuditReport", "OptimizeReport", "audit", "optimize"]
+__all__ = ["AuditReport", "OptimizeReport", "SweepReport", "audit", "optimize", "sweep"]

@@ -72,10 +72,17 @@ def _audit(spark: SparkHolder, bootstrap: str, topic: str) -> JobReport:
     return audit(spark.session(), bootstrap, topic)
 
 
+def _sweep(_spark: SparkHolder, bootstrap: str, topic: str, **options: Any) -> JobReport:
+    from pk.sparkconnector.maintenance.sweep import sweep
+
+    return sweep(bootstrap, topic, **options)
+
+
 #: job → its function, and the options that it takes
 WORK: dict[str, tuple[Work, tuple[str, ...]]] = {
     "optimize": (_optimize, ("target_bytes",)),
     "audit": (_audit, ()),
+    "sweep": (_sweep, ("older_than_ms",)),
 }
 assert WORK.keys() == schedules.JOBS.keys()
 
@@ -95,5 +102,5 @@ def check_options(job: str, options: dict[str, Any]) -> None:
     for name in options:
         if name not in WORK[job][1]:
             of = ", ".join(each for each, (_, names) in WORK.items() if name in names)
-            shown = f"--{name.replace('_', '-')}"
+            shown = f"--{name.removesuffix('_ms').replace('_', '-')}"
             raise errors.InvalidOption(f"{shown} is an option of {of}, not of {job}", option=name)

@@ -32,6 +32,7 @@ from pk.backoff import exponential_ms
 JOBS = {
     "optimize": "merge small files",
     "audit": "compare the table with its counters and the local log",
+    "sweep": "remove uploads that no version names",
 }
 EVERY_MIN_MS, EVERY_MAX_MS = 10_000, 366 * 86_400_000
 CRON_FIELDS = 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from pk import AdminClient, Producer
 from pk.cli import app
 from pk.cli.embedded import EmbeddedServer
+from pk.client.maintenance_lease import MaintenanceLease
 from pk.clock import block_s, monotonic_s
 from pk.schedules import DONE, FAILED
 
@@ -112,3 +114,28 @@ def test_bad_input_and_a_machine_without_java(
         assert "JavaMissing" in pk(server, "list")[1]
         assert pk(server, "schedule", "delete", "t", "audit")[0] == 0
         assert "none" in pk(server, "schedule", "list", "t")[1]
+
+
+def test_a_sweep_removes_an_upload_that_no_version_names(tmp_path: Path, pk: Command) -> None:
+    (tmp_path / "tier").mkdir()
+    with EmbeddedServer(tmp_path / "node", tier_url=(tmp_path / "tier").as_uri()) as server:
+        filled(server, "t", 2)
+        files = sorted((tmp_path / "tier").glob("t/*/partition=0/*.parquet"))
+        left = files[0].with_name(files[0].name.replace("-e0-", "-e0-dead"))
+        left.write_bytes(files[0].read_bytes())
+        assert left not in files
+        for each in (*files, left):
+            stat = each.stat()
+            os.utime(each, (stat.st_atime - 7_000, stat.st_mtime - 7_000))  # almost two hours
+        assert pk(server, "run", "sweep", "t", "--older-than", "59m")[0] == 2
+        code, out = pk(server, "run", "sweep", "t", "--json")
+        assert (code, json.loads(out)["removed_files"], left.exists()) == (0, 0, True)
+        code, out = pk(server, "run", "sweep", "t", "--older-than", "1h", "--json")
+        assert (code, json.loads(out)["removed_files"], left.exists()) == (0, 1, False)
+        assert all(each.exists() for each in files)
+        with AdminClient(server.address) as admin:
+            (entry,) = admin.list_schedules("t").entries
+            assert entry.last is not None
+            assert entry.last.detail.startswith("version ")
+            with MaintenanceLease(server.address, "t", "another job"):
+                assert pk(server, "run", "sweep", "t")[0] == 3

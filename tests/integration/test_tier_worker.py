@@ -13,8 +13,8 @@ import pytest
 from tier_bench import TOPIC, TOPIC_ID, Bench, LiveLog, bench
 
 from pk import errors
+from pk.tiering import layout, rowhash
 from pk.tiering import owner as owning
-from pk.tiering import rowhash
 from pk.tiering.row_groups import canonical
 from pk.types import NONE
 from pk.wire import pk_pb2 as wire
@@ -236,6 +236,41 @@ def test_a_lost_file_is_noticed_and_uploaded_again(run: Run) -> None:
         await it.until(lambda: it.progress.droppable_end == log.end)
         same(it.rows(), log)
         assert await it.read_all(0, log.end, 100_000) == log.rows
+
+    run(test)
+
+
+def test_a_hand_over_of_an_upload_that_a_sweep_removed_is_refused(run: Run) -> None:
+    """Its job slept for hours.  The rows of the files that it replaces would be lost."""
+
+    async def test(it: Bench) -> None:
+        log = LiveLog(it.directory)
+        log.append(500)
+        it.tell(log)
+        await it.tiered(log.end)
+        topic = it.worker.topics[TOPIC_ID]
+        (file,) = topic.owner.snapshot.files_of(0)  # type: ignore[union-attr]
+        name = layout.parse_data_path(file.path)
+        assert name is not None
+        path = layout.job_path(name)
+        change = wire.CommitToTableRequest(topic=TOPIC, topic_id=TOPIC_ID, lease_token=7)
+        change.counters.add(partition=0, claim=0)
+        change.removes.add(path=file.path, rows=file.rows, row_sum=name.row_sum)
+        change.adds.add(
+            path=path, start=name.start, end=name.end, size=file.size, rows=file.rows,
+            row_sum=name.row_sum, min_offset=file.min_offset, max_offset=file.max_offset,
+            min_timestamp_ms=file.min_timestamp_ms, max_timestamp_ms=file.max_timestamp_ms,
+        )  # fmt: skip
+        with pytest.raises(errors.UnknownTierRange, match="is not in the store"):
+            await it.worker.commit_to_table(change)
+        raw = await it.worker.store.get_range(f"{topic.home}/{file.path}", 0, file.size)
+        await it.worker.store.put(f"{topic.home}/{path}", raw[:-1])
+        with pytest.raises(errors.UnknownTierRange, match="is not in the store"):
+            await it.worker.commit_to_table(change)
+        await it.worker.store.put(f"{topic.home}/{path}", raw)
+        await it.worker.commit_to_table(change)
+        assert list(topic.owner.snapshot.files) == [path]  # type: ignore[union-attr]
+        same(it.rows(), log)
 
     run(test)
 

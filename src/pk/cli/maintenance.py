@@ -50,6 +50,9 @@ def run(
     target_bytes: Annotated[
         int | None, typer.Option("--target-bytes", min=1, help="optimize: bytes of a merged file")
     ] = None,
+    older_than: Annotated[
+        str | None, typer.Option(help="sweep: age of an upload, at least 1h; default 24h")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run one job on a topic's table; with --due, what is due; with --every, again and again.
@@ -60,6 +63,8 @@ def run(
     options = {} if target_bytes is None else {"target_bytes": target_bytes}
     with quiet_end():
         try:
+            if older_than is not None:
+                options["older_than_ms"] = schedules.duration_ms(older_than)
             _check_combination(job, topic, due=due, every=every, options=options)
         except errors.PkError as error:
             raise typer.Exit(maintenance_runner.show_error(error, as_json=as_json)) from None
