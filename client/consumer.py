@@ -134,7 +134,7 @@ class Consumer(GroupConsumer):
         member = self._membership
         if member is not None:
             if not member.subscribed:
-                self._take({}, ())
+                self._take({}, {})
             self._call(lambda: member.subscribe(names, compiled))
             return
         self._drop_lines(())
@@ -257,7 +257,7 @@ class Consumer(GroupConsumer):
         slices = self._gather(self._options["max_poll_records"], timeout_s, cut=True)
         for index, item in enumerate(slices):
             try:
-                found.append(self._to_lines(item.place, item.rows))
+                found.append(self._to_lines(item))
             # A deserialiser given by the caller may raise any exception.
             except Exception:
                 good = self._good_lines(item)
@@ -280,7 +280,7 @@ class Consumer(GroupConsumer):
         found: list[ConsumerRecords] = []
         with contextlib.suppress(Exception):
             for index in range(item.rows.num_rows):
-                found.append(self._to_lines(item.place, item.rows.slice(index, 1)))
+                found.append(self._to_lines(item._replace(rows=item.rows.slice(index, 1))))
         return found
 
     def _put_back(self, slices: Sequence[FetchedRows]) -> None:
@@ -315,8 +315,11 @@ class Consumer(GroupConsumer):
             self._put_back(found)
             raise
 
-    def _to_lines(self, place: TopicPartition, rows: pa.RecordBatch) -> ConsumerRecords:
-        return ConsumerRecords(place, rows, self._key_deserializer, self._value_deserializer)
+    def _to_lines(self, item: FetchedRows) -> ConsumerRecords:
+        return ConsumerRecords(
+            item.place, item.rows, self._key_deserializer, self._value_deserializer,
+            item.position_id,
+        )  # fmt: skip
 
     def __iter__(self) -> Iterator[Record]:
         """Yield record by record.  Waits for the next record without limit, until `close`."""
@@ -435,31 +438,18 @@ class Consumer(GroupConsumer):
         engine, fetch_buffer = self._engine, self._fetch_buffer
         for node in self._owing():
             self._post(Consumed(node, self._eaten.pop(node)))
-        self._wakeup.wait_for(
-            lambda: (
-                engine.problems
-                or self._closed
-                or self._group_waits()
-                or fetch_buffer.waits(engine.fetcher.paused)
-                or self._owing()
-            ),
-            deadline - now,
-        )
+        with self._polling():
+            self._wakeup.wait_for(
+                lambda: (
+                    engine.problems
+                    or self._closed
+                    or self._group_waits()
+                    or fetch_buffer.waits(engine.fetcher.paused)
+                    or self._owing()
+                ),
+                deadline - now,
+            )
         return deadline
-
-    def _next_record_of(self, place: TopicPartition) -> int | None:
-        """Return the offset of the next record that iteration holds of a partition."""
-        for each in self._lines:
-            if each.place == place and each:
-                return each.next_offset
-        return None
-
-    def _drop_lines(self, keep: Iterable[TopicPartition]) -> None:
-        """Drop polled records that were not handed out yet, except of these partitions."""
-        kept = set(keep)
-        for each in self._lines:
-            if each.place not in kept:
-                each.drop()  # a running iteration drops them too
 
     # -- offsets -----------------------------------------------------------------------------------
 

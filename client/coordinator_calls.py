@@ -53,7 +53,7 @@ class CoordinatorCalls:
     ) -> None:
         self._world = world
         self._cluster = cluster
-        self._key = key
+        self.key = key
         self._attempt_ms = attempt_ms
         self._key_type = key_type
         self._address: str | None = None
@@ -81,10 +81,11 @@ class CoordinatorCalls:
                             self._address = None
                     await self._world.clock.sleep_ms(backoff.next_ms())
         except TimeoutError:
+            self._address = None  # it may be the address that did not answer
             name = request.DESCRIPTOR.name
             why = "" if problem is None else f" ({type(problem).__name__}: {problem.message})"
             raise errors.RequestTimedOut(
-                f"{name} of {self._key!r}: no outcome within {timeout_ms} ms{why}"
+                f"{name} of {self.key!r}: no outcome within {timeout_ms} ms{why}"
             ) from problem
 
     async def call_of_one(self, request: Message, timeout_ms: int) -> Any:
@@ -113,7 +114,7 @@ class CoordinatorCalls:
 
     async def _attempt(self, request: Message) -> Message:
         if self._address is None:
-            find = wire.FindCoordinatorRequest(key=self._key, key_type=self._key_type)
+            find = wire.FindCoordinatorRequest(key=self.key, key_type=self._key_type)
             found: Any = await self._cluster.call_any(find, timeout_ms=self._attempt_ms)
             self._address = found.address
         return await self._cluster.call_at(self._address, request, timeout_ms=self._attempt_ms)

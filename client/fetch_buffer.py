@@ -192,16 +192,21 @@ class FetchBuffer:
 
     def position(self, place: TopicPartition) -> int | None:
         """Return the reader's position; None if it is not known yet."""
+        found = self.position_and_id(place)
+        return None if found is None else found[0]
+
+    def position_and_id(self, place: TopicPartition) -> tuple[int, int] | None:
+        """Return the reader's position and its id; None if it is not known yet."""
         current = self._current(place)
         if current is None:
             return None
         position_id, offset = self._positions.get(place, (None, 0))
         if position_id == current:
-            return offset
+            return offset, current
         for index in range(len(self._ready)):
             fetched = self._ready[index]
             if fetched.place == place and fetched.position_id == current:
-                return fetched.position
+                return fetched.position, current
         return None
 
     def last(self, place: TopicPartition) -> int | None:

@@ -100,13 +100,17 @@ class FetchEngine:
         self.cluster.start()
         self.step(Assign(dict(wanted)))
 
-    def assign_for_group(self, starts: Mapping[TopicPartition, int | None]) -> None:
+    def assign_for_group(
+        self,
+        starts: Mapping[TopicPartition, int | None],
+        keys: Mapping[TopicPartition, PartitionKey],
+    ) -> None:
         """Assign exactly these partitions.  A new one begins at its offset; None = where
         auto_offset_reset says.  The group's membership watches the topics.
         """
         self._names = self._pattern = self._known = None
         self._drop_subscription_problems()
-        self.step(Assign(dict(starts)))
+        self.step(Assign(dict(starts), keys))
 
     def subscribe(self, names: Sequence[str] | None, pattern: re.Pattern[str] | None) -> None:
         """Subscribe to all partitions of these topics, or of the matching topics, including later

@@ -31,11 +31,12 @@ from __future__ import annotations
 
 import random
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from pk import errors
 from pk.backoff import Backoff, client_jitter, exponential_ms
+from pk.client.fetch_state import AssignedPartition, NodeSession
 from pk.client.fetcher_events import (
     Assign,
     CompletedFetch,
@@ -69,50 +70,6 @@ _JUST_ELECTED = (
 _LENGTH = struct.Struct("<i")  # a field of a batch header, at byte 8
 
 
-class _PartitionState:
-    """One assigned partition."""
-
-    __slots__ = (
-        "asking", "assigned_id", "backoff", "failing_ms", "fetched_epoch", "halted", "key",
-        "leader", "next", "node", "paused", "place", "position_id", "retry_ms", "set_id", "special",
-    )  # fmt: skip
-
-    def __init__(self, place: TopicPartition, assigned_id: int, backoff: Backoff) -> None:
-        self.place = place
-        self.assigned_id = assigned_id  #: a new id each time the partition is assigned
-        self.key: PartitionKey | None = None
-        self.next: int | None = None  #: the frontier: the offset that the broker is asked for next
-        #: LATEST or EARLIEST, if it must be looked up; None = by policy
-        self.special: int | None = None
-        self.asking = False  #: an offset look-up is in progress
-        self.node: int | None = None  #: the broker on whose stream the position is set
-        self.position_id = 0  #: id of the position; frames with an older id are not handed out
-        self.set_id = 0  #: id of the last setting on a stream; frames with another are refused
-        #: leader epoch of the offset before the frontier (KIP-320); NONE = unknown
-        self.fetched_epoch = NONE
-        self.paused = False
-        self.halted = False  #: an error was reported; fetching waits for a seek
-        self.retry_ms = 0
-        self.backoff = backoff
-        self.failing_ms: int | None = None
-        self.leader: LeaderAndEpoch | None = None  #: the leader at the last step for this partition
-
-
-class _FetchSession:
-    """The state of the fetch stream to one broker."""
-
-    __slots__ = ("ask", "backoff", "buffered", "credit", "live", "retry_ms", "returned")
-
-    def __init__(self, backoff: Backoff) -> None:
-        self.live = False
-        self.buffered = 0  #: bytes delivered, not consumed; kept when the stream ends
-        self.credit = 0  #: bytes granted to the broker and not used yet, as far as is known
-        self.returned = 0  #: bytes consumed, not granted again
-        self.ask = FetchRequestData()
-        self.retry_ms = 0
-        self.backoff = backoff
-
-
 class Fetcher:
     """The machine.  It shares `metadata` with its shell, which sends a `Refresh` after each
     change.
@@ -123,9 +80,9 @@ class Fetcher:
         self.metadata = metadata
         bounds_ms = (options.retry_backoff_ms, options.retry_backoff_max_ms)
         self._new_backoff = partial(Backoff, bounds_ms, client_jitter(rng))
-        self._partitions: dict[TopicPartition, _PartitionState] = {}
-        self._by_key: dict[PartitionKey, _PartitionState] = {}
-        self._sessions: dict[int, _FetchSession] = {}
+        self._partitions: dict[TopicPartition, AssignedPartition] = {}
+        self._by_key: dict[PartitionKey, AssignedPartition] = {}
+        self._sessions: dict[int, NodeSession] = {}
         self._next_id = 0  #: the last id given to an assignment, position or setting
         self.paused: frozenset[TopicPartition] = frozenset()  #: replaced as a whole, never modified
         #: partitions whose position is not set on a stream
@@ -150,6 +107,23 @@ class Fetcher:
         """
         state = self._partitions.get(place)
         return None if state is None else state.position_id
+
+    def keys_of(
+        self, position_ids: Mapping[TopicPartition, int]
+    ) -> dict[TopicPartition, PartitionKey | None]:
+        """Return the partitions with the topic ids under which these positions were set; None = no
+        metadata of the topic have come yet.
+
+        A position of a topic that was deleted or created again meanwhile is absent (rule L8).
+        """
+        found: dict[TopicPartition, PartitionKey | None] = {}
+        for place, position_id in position_ids.items():
+            state = self._partitions.get(place)
+            if state is None or position_id < state.bound_id:
+                continue
+            if state.key is not None or state.bound_id == state.assigned_id:
+                found[place] = state.key
+        return found
 
     def stands(self, told: FetchError) -> bool:
         """Return whether an error is still valid and must be reported (F4).  Safe in any thread."""
@@ -188,8 +162,11 @@ class Fetcher:
                     self._unset(state)
 
     def _on_assign(self, event: Assign, now_ms: int) -> None:
-        for place in [place for place in self._partitions if place not in event.places]:
-            state = self._partitions.pop(place)
+        for place, state in list(self._partitions.items()):
+            wanted = event.keys.get(place)
+            if place in event.places and wanted in (None, state.key):
+                continue
+            del self._partitions[place]
             self._unset(state)
             self._todo.pop(place, None)
             if state.key is not None:
@@ -197,9 +174,10 @@ class Fetcher:
         for place, start in event.places.items():
             if place in self._partitions:
                 continue
-            state = self._partitions[place] = _PartitionState(
+            state = self._partitions[place] = AssignedPartition(
                 place, self._new_id(), self._new_backoff()
             )
+            self._bind(state, event.keys.get(place))
             self._place(state, start)
         self._note_paused()
 
@@ -212,7 +190,12 @@ class Fetcher:
         state.backoff.reset()
         self._place(state, event.offset)
 
-    def _place(self, state: _PartitionState, start: int | None) -> None:
+    def _bind(self, state: AssignedPartition, key: PartitionKey | None) -> None:
+        state.key = key
+        if key is not None:
+            self._by_key[key] = state
+
+    def _place(self, state: AssignedPartition, start: int | None) -> None:
         """Start at a new position and invalidate everything that is in progress."""
         state.position_id = self._new_id()
         state.halted = state.asking = False
@@ -267,7 +250,7 @@ class Fetcher:
         assert session.buffered >= 0, session.buffered
         self._give_back(session, event.size)
 
-    def _give_back(self, session: _FetchSession, size: int) -> None:
+    def _give_back(self, session: NodeSession, size: int) -> None:
         """Note that `size` bytes of the buffer are free, and grant them to the broker in
         portions.
         """
@@ -315,7 +298,7 @@ class Fetcher:
         self._effects.append(Publish("data", fetched))
 
     def _refused(
-        self, state: _PartitionState, error: errors.PkError, log_start: int, now_ms: int
+        self, state: AssignedPartition, error: errors.PkError, log_start: int, now_ms: int
     ) -> None:
         """Handle an error that a broker returned for a position: reset, report, or retry later."""
         if isinstance(error, errors.OffsetOutOfRange):
@@ -339,7 +322,7 @@ class Fetcher:
         state.retry_ms = now_ms + self.options.retry_backoff_max_ms
         self._report(state, error)
 
-    def _lost(self, state: _PartitionState, error: errors.DataLoss) -> None:
+    def _lost(self, state: AssignedPartition, error: errors.DataLoss) -> None:
         """Report a loss once, in order behind the data that was fetched before it (rule L9).
 
         The reader then seeks past the lost range.
@@ -353,7 +336,7 @@ class Fetcher:
         )  # fmt: skip
         self._effects.append(Publish("data", lost))
 
-    def _out_of_range(self, state: _PartitionState, error: errors.PkError) -> None:
+    def _out_of_range(self, state: AssignedPartition, error: errors.PkError) -> None:
         policy = self.options.auto_offset_reset
         if policy == "none":
             state.halted = True
@@ -371,7 +354,7 @@ class Fetcher:
         state.special = EARLIEST if policy == "earliest" else LATEST
         state.fetched_epoch = NONE
 
-    def _truncated(self, state: _PartitionState, epoch: int, end_offset: int) -> None:
+    def _truncated(self, state: AssignedPartition, epoch: int, end_offset: int) -> None:
         """Report that the log was truncated below the frontier (KIP-320).  The shell then seeks to
         the last offset that the application has read.
         """
@@ -432,7 +415,7 @@ class Fetcher:
             self._timer = wake
             self._effects.append(SetTimer("fetcher", wake))
 
-    def _advance(self, state: _PartitionState, now_ms: int) -> int | None:
+    def _advance(self, state: AssignedPartition, now_ms: int) -> int | None:
         """Take the next step for a partition.
 
         Returns the time of the next attempt; None if the partition is done or waits for an event.
@@ -479,7 +462,7 @@ class Fetcher:
         self._set(state, leader.node, leader.epoch, session)
         return None
 
-    def _new_leader(self, state: _PartitionState, leader: LeaderAndEpoch) -> None:
+    def _new_leader(self, state: AssignedPartition, leader: LeaderAndEpoch) -> None:
         """Note a newly elected leader and end the back-off that older failures began."""
         state.leader = leader
         state.retry_ms = 0
@@ -489,7 +472,7 @@ class Fetcher:
             session.retry_ms = 0
             session.backoff.reset()
 
-    def _lasts(self, state: _PartitionState, now_ms: int) -> bool:
+    def _lasts(self, state: AssignedPartition, now_ms: int) -> bool:
         """Return whether the partition has failed for `report_after_ms` since its last report or
         success.
         """
@@ -500,7 +483,7 @@ class Fetcher:
             return True
         return False
 
-    def _leaderless(self, state: _PartitionState, now_ms: int) -> int:
+    def _leaderless(self, state: AssignedPartition, now_ms: int) -> int:
         """Return when to look again.  After `report_after_ms` the missing brokers are reported."""
         assert state.key is not None
         self._want_metadata()
@@ -511,7 +494,7 @@ class Fetcher:
         state.retry_ms = now_ms + int(state.backoff.next_ms())
         return state.retry_ms
 
-    def _identify(self, state: _PartitionState) -> bool:
+    def _identify(self, state: AssignedPartition) -> bool:
         """Bind the partition to a topic id.  A topic that was deleted or re-created is reported
         once (rule L8).
         """
@@ -523,14 +506,14 @@ class Fetcher:
             state.key = None
             self._effects.append(Publish("error", FetchError(state.place, state.assigned_id, loss)))
             self._place(state, EARLIEST if isinstance(loss, errors.TopicRecreated) else None)
+            state.bound_id = state.position_id
         topic = self.metadata.topics.get(state.place.topic)
         if topic is None or not 0 <= state.place.partition < topic.partitions:
             return False
-        state.key = PartitionKey(topic.topic_id, state.place.partition)
-        self._by_key[state.key] = state
+        self._bind(state, PartitionKey(topic.topic_id, state.place.partition))
         return True
 
-    def _set(self, state: _PartitionState, node: int, epoch: int, session: _FetchSession) -> None:
+    def _set(self, state: AssignedPartition, node: int, epoch: int, session: NodeSession) -> None:
         if not session.live:
             session.live = True
             session.credit = max(1, self.options.buffer_bytes - session.buffered)
@@ -544,7 +527,7 @@ class Fetcher:
             FetchPosition(state.key, epoch, state.next, state.fetched_epoch, state.set_id)
         )
 
-    def _unset(self, state: _PartitionState) -> None:
+    def _unset(self, state: AssignedPartition) -> None:
         """Remove the position from its stream; frames that are still in transit are then
         dropped.
         """
@@ -560,7 +543,7 @@ class Fetcher:
             state.node = None
         self._todo[state.place] = None
 
-    def _report(self, state: _PartitionState, error: errors.PkError) -> None:
+    def _report(self, state: AssignedPartition, error: errors.PkError) -> None:
         """Report an error of the partition's current position (F4)."""
         self._effects.append(Publish("error", FetchError(state.place, state.position_id, error)))
 
@@ -568,10 +551,10 @@ class Fetcher:
         self.metadata.want()
         self._effects.append(Publish("metadata", None))
 
-    def _session(self, node: int) -> _FetchSession:
+    def _session(self, node: int) -> NodeSession:
         found = self._sessions.get(node)
         if found is None:
-            found = self._sessions[node] = _FetchSession(self._new_backoff())
+            found = self._sessions[node] = NodeSession(self._new_backoff())
         return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pk import errors
@@ -15,9 +15,13 @@ from pk.types import NONE, AbortedTransaction, PartitionKey, TopicPartition
 class Assign:
     """Assign exactly these partitions.  `start` is where a newly assigned partition begins: an
     offset, LATEST, EARLIEST, or None for the policy.
+
+    `keys`: the topic ids for which the starts are meant (rule L8).  A partition that is read under
+    another id is assigned newly.  A partition without a key has the id of its name.
     """
 
     places: dict[TopicPartition, int | None]
+    keys: Mapping[TopicPartition, PartitionKey] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

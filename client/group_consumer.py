@@ -7,29 +7,35 @@ what was returned before, then the new assignment.  The membership itself runs o
 Invariants
   H1  Only what an earlier poll has returned is committed by itself: the position as of the call.
   H2  A listener of revoked partitions may commit them; lost partitions have another owner already.
+  H3  A commit carries what was true of its positions: the member, the generation, the topic ids.
+      After the member was removed, nothing is committed until polls return records again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from pk import errors
 from pk.client import arguments
 from pk.client.fetch_buffer import FetchBuffer
 from pk.client.fetch_engine import FetchEngine
-from pk.client.group_membership import (
+from pk.client.group_membership import GroupMembership
+from pk.client.group_types import (
     AssignmentChange,
     ConsumerGroupMetadata,
-    GroupMembership,
     OffsetAndMetadata,
+    OffsetsToCommit,
 )
 from pk.client.offsets import OFFSET_MAX
+from pk.client.records import ConsumerRecords
 from pk.client.waiting import OneThread, one_thread
 from pk.clock import monotonic_s
-from pk.types import TopicPartition
+from pk.types import PartitionKey, TopicPartition
 
 #: How long `close` waits for its commit.
 CLOSE_S = 5.0
@@ -43,6 +49,7 @@ class GroupConsumer(ABC):
     _options: dict[str, Any]
     _engine: FetchEngine
     _fetch_buffer: FetchBuffer
+    _lines: deque[ConsumerRecords]
     _thread: Any
     _one_thread: OneThread
     _closed: bool
@@ -74,12 +81,6 @@ class GroupConsumer(ABC):
             raise errors.ClosedError("the consumer was closed")
         self._thread.check_process()
 
-    @abstractmethod
-    def _next_record_of(self, place: TopicPartition) -> int | None: ...
-
-    @abstractmethod
-    def _drop_lines(self, keep: Iterable[TopicPartition]) -> None: ...
-
     # -- commits -----------------------------------------------------------------------------------
 
     def _member(self) -> GroupMembership:
@@ -104,15 +105,17 @@ class GroupConsumer(ABC):
         default_api_timeout_ms.
 
         Raises `UnknownMemberId` or `IllegalGeneration` if the group has given the partitions to
-        other members, `NotPartitionOwner`, `FencedInstanceId`, `NonEmptyGroup`, `RequestTimedOut`.
+        other members, and `RebalanceInProgress` if this consumer has no assignment now: poll again,
+        and commit what polls return then.  Raises `NotPartitionOwner`, `FencedInstanceId`,
+        `NonEmptyGroup`, `UnknownTopicId` for a deleted topic, `RequestTimedOut`.
         """
         member = self._member()
-        wanted = self._positions() if offsets is None else to_commit(offsets)
+        wanted = self._positions() if offsets is None else self._given(offsets)
         if asynchronous:
-            self._call(lambda: member.commit_soon(wanted))
+            self._commit_soon(member, wanted)
             return
         seconds = self._api_s(timeout_s)
-        self._thread.run(member.commit(wanted, int(seconds * 1000)), seconds)
+        self._thread.run(member.commits.commit(wanted, int(seconds * 1000)), seconds)
 
     @one_thread
     def committed(self, partition: TopicPartition, timeout_s: float | None = None) -> int | None:
@@ -124,25 +127,74 @@ class GroupConsumer(ABC):
         place = arguments.place(partition)
         member = self._member()
         seconds = self._api_s(timeout_s)
-        work = member.committed([place], int(seconds * 1000))
+        work = member.commits.committed([place], int(seconds * 1000))
         found: OffsetAndMetadata | None = self._thread.run(work, seconds)[place]
         return None if found is None else found.offset
 
     def group_metadata(self) -> ConsumerGroupMetadata:
-        """Return the group, the member and its generation, as commits name them now."""
-        found: ConsumerGroupMetadata = self._member().metadata()
+        """Return the group, the member, the generation and the topic ids that are read now.
+
+        Raises `RebalanceInProgress` if this consumer has subscribed and has no assignment now: poll
+        again, and commit what polls return then.
+        """
+        member = self._member()
+        found: ConsumerGroupMetadata = self._call(member.committer)
         return found
 
-    def _positions(self) -> dict[TopicPartition, OffsetAndMetadata]:
-        """Return the position of each assigned partition that has one."""
+    def _positions(self) -> OffsetsToCommit:
+        """Return the position of each assigned partition that has one (H3)."""
         found: dict[TopicPartition, OffsetAndMetadata] = {}
+        ids: dict[TopicPartition, int] = {}
         for place in self.assignment():
-            offset = self._next_record_of(place)
-            if offset is None:
-                offset = self._fetch_buffer.position(place)
+            position = self._next_line(place) or self._fetch_buffer.position_and_id(place)
+            if position is not None:
+                found[place] = OffsetAndMetadata(position[0])
+                ids[place] = position[1]
+        member = self._member()
+        keys, who = self._call(lambda: (self._engine.fetcher.keys_of(ids), member.committer()))
+        offsets = {place: each for place, each in found.items() if place in keys}
+        known = {place: key for place, key in keys.items() if key is not None}
+        return OffsetsToCommit(offsets, known, who)
+
+    def _given(self, offsets: Mapping[TopicPartition, int | OffsetAndMetadata]) -> OffsetsToCommit:
+        """Return offsets of the application, for the topics that are read now (H3)."""
+        wanted = to_commit(offsets)
+        member = self._member()
+        fetcher = self._engine.fetcher
+
+        def capture() -> Any:
+            ids = {place: fetcher.position_id(place) for place in wanted}
+            here = {place: each for place, each in ids.items() if each is not None}
+            return {**fetcher.keys_of(here), **member.applied}, member.committer()
+
+        keys, who = self._call(capture)
+        known = {place: keys[place] for place in wanted if keys.get(place) is not None}
+        return OffsetsToCommit(wanted, known, who)
+
+    def _commit_soon(self, member: GroupMembership, wanted: OffsetsToCommit) -> None:
+        timeout_ms = self._options["request_timeout_ms"]
+        if wanted.offsets:
+            self._call(lambda: member.commits.commit_soon(wanted, timeout_ms))
+
+    def _next_line(self, place: TopicPartition) -> tuple[int, int] | None:
+        """Return offset and position id of the next record that iteration holds of a partition."""
+        for each in self._lines:
+            offset = each.next_offset if each.place == place else None
             if offset is not None:
-                found[place] = OffsetAndMetadata(offset)
-        return found
+                return offset, each.position_id
+        return None
+
+    def _next_record_of(self, place: TopicPartition) -> int | None:
+        """Return the offset of the next record that iteration holds of a partition."""
+        found = self._next_line(place)
+        return None if found is None else found[0]
+
+    def _drop_lines(self, keep: Iterable[TopicPartition]) -> None:
+        """Drop polled records that were not handed out yet, except of these partitions."""
+        kept = set(keep)
+        for each in self._lines:
+            if each.place not in kept:
+                each.drop()  # a running iteration drops them too
 
     # -- changes of the assignment -----------------------------------------------------------------
 
@@ -159,6 +211,20 @@ class GroupConsumer(ABC):
             raise errors.InvalidOption(f"{', '.join(named)}: listeners need a group; set group_id")
         self._on_assigned, self._on_revoked, self._on_lost = on_assigned, on_revoked, on_lost
 
+    @contextlib.contextmanager
+    def _polling(self) -> Iterator[None]:
+        """While a poll waits, however long, the application polls (max_poll_interval_ms)."""
+        member = self._membership
+        if member is None:
+            yield
+            return
+        member.polling = True
+        try:
+            yield
+        finally:
+            member.polled()
+            member.polling = False
+
     def _group_waits(self) -> bool:
         """Whether the next poll has something to do for the group."""
         member = self._membership
@@ -172,13 +238,16 @@ class GroupConsumer(ABC):
         self._following = True
         try:
             member.polled()
-            self._commit_if_due(member)
-            change = member.change
+            if not _lost(member):
+                self._commit_if_due(member)
+            change, problem = member.change, member.problem
             if change is not None:
                 self._apply(member, change)
-            problem, member.problem = member.problem, None
             if problem is not None:
-                self._take({}, ())
+                gone = self.assignment()
+                self._take({}, {})
+                self._lose(gone)
+                member.problem = None
                 raise problem
         finally:
             self._following = False
@@ -189,26 +258,37 @@ class GroupConsumer(ABC):
         now_s = monotonic_s()
         if now_s >= self._commit_at_s:
             self._commit_at_s = now_s + self._options["auto_commit_interval_ms"] / 1000
-            positions = self._positions()  # H1
-            if positions:
-                self._call(lambda: member.commit_soon(positions))
+            if self.assignment():
+                try:
+                    self._commit_soon(member, self._positions())  # H1
+                except errors.ClosedError:
+                    raise
+                except errors.PkError as failure:  # the member was removed meanwhile
+                    member.commits.report_uncommitted(member.group_id, failure)
 
     def _apply(self, member: GroupMembership, change: AssignmentChange) -> None:
         """Give up what the change takes, then take what it gives."""
+        before, after = member.applied, change.keys
         here = self.assignment()
-        gone = [place for place in here if place not in change.owned]
+        stays = {place for place in here if place in after and before.get(place) == after[place]}
+        gone = [place for place in here if place not in stays]
         if gone and change.lost:
-            listener = self._on_lost or self._on_revoked
-            if listener is not None:
-                listener(gone)
+            self._lose(gone)
         elif gone:
             self._give_up(member, gone)
-        added = [place for place in change.owned if place not in here]
-        starts = {place: change.assigned.get(place) for place in change.owned}
-        self._take(starts, change.owned)
+        added = [place for place in after if place not in stays]
+        starts = {place: change.assigned.get(place) for place in after}
+        self._drop_lines(stays)
+        self._take(starts, after)
         self._call(lambda: member.has_applied(change))
         if self._on_assigned is not None and not change.lost and (added or not gone):
             self._on_assigned(added)
+
+    def _lose(self, gone: list[TopicPartition]) -> None:
+        """Call the listener for partitions that are not the member's any more (H2)."""
+        listener = self._on_lost or self._on_revoked
+        if gone and listener is not None:
+            listener(gone)
 
     def _give_up(
         self, member: GroupMembership, gone: list[TopicPartition], most_s: float = math.inf
@@ -218,21 +298,25 @@ class GroupConsumer(ABC):
             self._on_revoked(gone)
         if not self._options["enable_auto_commit"]:
             return
-        positions = {place: each for place, each in self._positions().items() if place in gone}
         seconds = min(most_s, self._options["request_timeout_ms"] / 1000)
         try:
-            self._thread.run(member.commit(positions, int(seconds * 1000)), seconds)
+            wanted = self._positions()
+            offsets = {place: each for place, each in wanted.offsets.items() if place in gone}
+            work = member.commits.commit(wanted._replace(offsets=offsets), int(seconds * 1000))
+            self._thread.run(work, seconds)
         except errors.ClosedError:
             raise
         except errors.PkError as failure:
-            member.report_uncommitted(failure)
+            member.commits.report_uncommitted(member.group_id, failure)
 
     def _take(
-        self, starts: Mapping[TopicPartition, int | None], owned: Iterable[TopicPartition]
+        self,
+        starts: Mapping[TopicPartition, int | None],
+        keys: Mapping[TopicPartition, PartitionKey],
     ) -> None:
         """Read exactly these partitions; those that stay keep their positions and buffers."""
-        self._call(lambda: self._engine.assign_for_group(starts))
-        self._drop_lines(tuple(owned))
+        self._call(lambda: self._engine.assign_for_group(starts, keys))
+        self._drop_lines(keys)
         self._fetch_buffer.purge()
 
     def _leave_group(self) -> None:
@@ -248,13 +332,23 @@ class GroupConsumer(ABC):
         await self._engine.close()
 
     def _give_up_all(self) -> None:
-        """Call the listener for every partition, and commit what was returned."""
+        """Call the listener for every partition, and commit what was returned, also while a change
+        waits that no poll has applied.
+        """
         member = self._membership
         if member is None or not member.subscribed:
             return
         gone = self.assignment()
-        if gone and member.change is None and member.problem is None:
+        if gone and _lost(member):
+            self._lose(gone)
+        elif gone:
             self._give_up(member, gone, CLOSE_S)
+
+
+def _lost(member: GroupMembership) -> bool:
+    """Whether the partitions that the consumer reads are not the member's any more."""
+    change = member.change
+    return member.problem is not None or (change is not None and change.lost)
 
 
 def to_commit(

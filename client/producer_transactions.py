@@ -20,7 +20,7 @@ from pk import errors
 from pk.client import arguments
 from pk.client.connection import LoopThread
 from pk.client.group_consumer import to_commit
-from pk.client.group_membership import ConsumerGroupMetadata, OffsetAndMetadata
+from pk.client.group_types import ConsumerGroupMetadata, OffsetAndMetadata
 from pk.client.transaction_engine import TransactionEngine
 from pk.client.transaction_manager import TransactionCall
 from pk.types import TopicPartition

@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from pk.client.serializers import Deserializer
 from pk.log.encoding import numbers
-from pk.types import Record, TopicPartition
+from pk.types import NONE, Record, TopicPartition
 
 _INT64 = pa.int64()
 
@@ -33,7 +33,7 @@ class ConsumerRecords:
     Its length says how many are left, so that a list of them is allocated once.
     """
 
-    __slots__ = ("_left", "_offsets", "_records", "place")
+    __slots__ = ("_left", "_offsets", "_records", "place", "position_id")
 
     def __init__(
         self,
@@ -41,12 +41,17 @@ class ConsumerRecords:
         rows: pa.RecordBatch,
         key_deserializer: Deserializer | None,
         value_deserializer: Deserializer | None,
+        position_id: int = NONE,
     ) -> None:
-        """Deserialise the columns.  Raises what the deserialisers raise."""
+        """Deserialise the columns.  Raises what the deserialisers raise.
+
+        position_id: of the fetched rows (client/fetcher F4)
+        """
         topic, partition = place
         keys = _objects(rows.column("key"), key_deserializer, topic)
         values = _objects(rows.column("value"), value_deserializer, topic)
         self.place = place
+        self.position_id = position_id
         self._offsets: list[int] = numbers(rows.column("offset")).tolist()
         self._left = iter(self._offsets)
         self._records: Iterator[Record] = map(

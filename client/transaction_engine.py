@@ -22,7 +22,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from pk import errors
-from pk.client.group_membership import ConsumerGroupMetadata, OffsetAndMetadata
+from pk.client.group_types import ConsumerGroupMetadata, OffsetAndMetadata
 from pk.client.network_client import NetworkClient
 from pk.client.produce_engine import ProduceEngine
 from pk.client.sender_events import ForceClose

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 
 from pk import errors
 from pk.client.coordinator_calls import GROUP, CoordinatorCalls
-from pk.client.group_membership import ConsumerGroupMetadata, OffsetAndMetadata
+from pk.client.group_types import ConsumerGroupMetadata, OffsetAndMetadata
 from pk.client.network_client import NetworkClient
 from pk.group_ids import partition_of_group
 from pk.types import NONE, PartitionKey, TopicPartition

@@ -69,6 +69,7 @@ WORLD_GENERIC = {
     "pk.client.coordinator_calls",
     "pk.client.network_client",
     "pk.client.fetch_engine",
+    "pk.client.group_commits",
     "pk.client.group_membership",
     "pk.client.offsets",
     "pk.client.participant",

@@ -6,6 +6,9 @@ Invariants
       assigned to it, or that it has given up and no member got since (X12).
   O3  While an open transaction has an offset of a partition, the committed one neither expires nor
       is deleted (X2).
+  O4  A commit that names no member counts only while the group has none.
+  O5  The commits of one consumer count in their order: one that arrives after a later one of the
+      same consumer is refused, so a delayed request never moves an offset back.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import NamedTuple
 
 from pk import errors, limits
 from pk.server.groups import commands, records
-from pk.server.groups.groups import ConsumerGroup, Groups, Out, decision, of_a_query
+from pk.server.groups.groups import ConsumerGroup, Groups, Out, decision, of_a_query, unknown_member
 from pk.server.groups.records import GroupLogRecord
 from pk.server.groups.state import CommittedOffset, GroupMetadata, GroupState, keys_of
 from pk.server.metadata.image import MetadataImage
@@ -42,7 +45,6 @@ def commit(groups: Groups, command: commands.CommitOffsets, now_ms: int) -> Out:
     """Commit offsets; a partition that is refused has its error in the reply."""
     request = command.request
     asked = request.member
-    member_id = asked.member_id
     run = request.query if request.HasField("query") else None
     group = _committing(groups, asked, run)
     commits = list(_commits(request))
@@ -56,7 +58,7 @@ def commit(groups: Groups, command: commands.CommitOffsets, now_ms: int) -> Out:
         found[b""] = records.group_record(replace(group.metadata, query_run=run.run_id))
     for each in commits:
         try:
-            _check(groups, group, member_id, each, command.image)
+            _check(groups, group, request, each, command.image)
         except errors.PkError as refusal:
             reply.refused.add(
                 topic_id=each.key.topic_id,
@@ -64,7 +66,14 @@ def commit(groups: Groups, command: commands.CommitOffsets, now_ms: int) -> Out:
                 error=frames.error_of(refusal),
             )
             continue
-        committed = CommittedOffset(each.offset, each.leader_epoch, each.metadata, now_ms)
+        committed = CommittedOffset(
+            each.offset,
+            each.leader_epoch,
+            each.metadata,
+            now_ms,
+            committer=request.committer,
+            sequence=request.sequence,
+        )
         record = records.offset_record(asked.group_id, each.key, committed)
         found[record.key] = record
     if len(found) == 1 and b"" in found and (group is None or not group.offsets):
@@ -89,7 +98,7 @@ def commit_in_transaction(
     if not commits:
         raise errors.InvalidRequest("a commit without offsets")
     for each in commits:
-        _check(groups, group, asked.member_id, each, command.image)
+        _check(groups, group, request, each, command.image)
         committed = CommittedOffset(each.offset, each.leader_epoch, each.metadata, now_ms)
         record = records.offset_record(asked.group_id, each.key, committed)
         found[each.key] = record._replace(producer=stamp)
@@ -113,6 +122,8 @@ def _committing(
                 f"group {asked.group_id!r} has begun generation {group.generation}: the member "
                 "gets its assignment first"
             )
+    elif asked.group_instance_id or asked.generation >= 0:
+        raise unknown_member(asked)  # a member that has lost its id, not a tool (O4)
     elif group is not None and group.members:
         raise errors.NonEmptyGroup(
             f"group {asked.group_id!r} has {len(group.members)} members: only they commit. Close "
@@ -165,7 +176,11 @@ def _commits(
 
 
 def _check(
-    groups: Groups, group: ConsumerGroup | None, member_id: str, each: _Commit, image: MetadataImage
+    groups: Groups,
+    group: ConsumerGroup | None,
+    request: wire.OffsetCommitRequest | wire.TxnOffsetCommitRequest,
+    each: _Commit,
+    image: MetadataImage,
 ) -> None:
     """Raise why one partition is refused."""
     key = each.key
@@ -181,6 +196,9 @@ def _check(
             f"the metadata of {key} has {size} bytes; offset_metadata_max_bytes is "
             f"{groups.rules.metadata_bytes_max}"
         )
+    if isinstance(request, wire.OffsetCommitRequest):
+        _check_order(group, request, each)
+    member_id = request.member.member_id
     if member_id:
         assert group is not None
         owner = group.owners.get(key)
@@ -190,6 +208,19 @@ def _check(
                 f"{key} is assigned to {holder} in generation {group.generation} of group "
                 f"{group.metadata.group_id!r}"
             )
+
+
+def _check_order(
+    group: ConsumerGroup | None, request: wire.OffsetCommitRequest, each: _Commit
+) -> None:
+    """Raise if the same consumer has committed the partition later (O5)."""
+    before = None if group is None else group.offsets.get(each.key)
+    if before is None or not request.committer or before.committer != request.committer:
+        return
+    if request.sequence < before.sequence:
+        raise errors.StaleOffsetCommit(
+            f"this consumer has committed a later offset of {each.key} after offset {each.offset}"
+        )
 
 
 def fetch(groups: Groups, command: commands.FetchOffsets, now_ms: int) -> Out:

@@ -266,6 +266,8 @@ def offset_record(group_id: str, key: PartitionKey, committed: CommittedOffset) 
         leader_epoch=committed.leader_epoch,
         metadata=committed.metadata,
         committed_ms=committed.committed_ms,
+        committer=committed.committer,
+        sequence=committed.sequence,
     )
     return GroupLogRecord(offset_key(group_id, key), wire.GroupRecord(offset=body))
 
@@ -277,4 +279,12 @@ def offset_removed(group_id: str, key: PartitionKey) -> GroupLogRecord:
 
 def offset_of(body: wire.OffsetRecord, at: Offset = NONE) -> CommittedOffset:
     """Return the committed offset that the record at `at` has."""
-    return CommittedOffset(body.offset, body.leader_epoch, body.metadata, body.committed_ms, at)
+    return CommittedOffset(
+        body.offset,
+        body.leader_epoch,
+        body.metadata,
+        body.committed_ms,
+        at,
+        body.committer,
+        body.sequence,
+    )

@@ -109,6 +109,8 @@ class CommittedOffset(NamedTuple):
     committed_ms: int
     #: The offset of its record in `__consumer_offsets`: of two commits the higher one counts.
     at: Offset = NONE
+    committer: int = 0  #: drawn by the consumer that has committed; 0 = a tool
+    sequence: int = 0  #: of its commits
 
 
 def _step(known: GroupMetadata, to: GroupState, **changes: Any) -> GroupMetadata:

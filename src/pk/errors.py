@@ -23,7 +23,7 @@
     │       IllegalGeneration (the consumer joins again, rule X12) · FencedInstanceId ·
     │       GroupMaxSizeReached · InconsistentGroupProtocol · NonEmptyGroup ·
     │       InvalidSessionTimeout · GroupIdNotFound · GroupSubscribedToTopic ·
-    │       OffsetMetadataTooLarge · NotPartitionOwner
+    │       OffsetMetadataTooLarge · NotPartitionOwner · StaleOffsetCommit
     ├── OperatorError             the person who runs pk must act
     │   └── DirectoryLocked · DirectoryOfAnotherCluster · DirectoryOfAnotherBuild · NewerFormat ·
     │       StorageFailed · CorruptLog · AddressInUse · StoreRefused · TierTableChanged ·
@@ -57,6 +57,7 @@ from pk.group_errors import NonEmptyGroup as NonEmptyGroup
 from pk.group_errors import NotPartitionOwner as NotPartitionOwner
 from pk.group_errors import OffsetMetadataTooLarge as OffsetMetadataTooLarge
 from pk.group_errors import RebalanceInProgress as RebalanceInProgress
+from pk.group_errors import StaleOffsetCommit as StaleOffsetCommit
 from pk.group_errors import UnknownMemberId as UnknownMemberId
 from pk.group_errors import UnstableOffsetCommit as UnstableOffsetCommit
 

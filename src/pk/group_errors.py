@@ -83,3 +83,10 @@ class NotPartitionOwner(UserError):
     """A member commits a partition that is not assigned to it (X12)."""
 
     code = 1063
+
+
+class StaleOffsetCommit(UserError):
+    """A later commit of the same consumer is there already: the network delayed this one."""
+
+    code = 1064
+    acts = "client"

@@ -7352,7 +7352,9 @@ Global___JoinedMember: _TypeAlias = JoinedMember  # noqa: Y015
 
 @_typing.final
 class JoinGroupReply(_message.Message):
-    """pending: the rebalance waits for other members; ask again.  members: only for the leader that has to compute the assignment"""
+    """pending: the rebalance waits for other members; ask again.  members: only for the leader.  skip_assignment: the
+    generation has its assignment; assigned: how many partitions of each topic it comprises (KIP-814)
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -7361,12 +7363,17 @@ class JoinGroupReply(_message.Message):
     LEADER_FIELD_NUMBER: _builtins.int
     ASSIGNOR_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
+    SKIP_ASSIGNMENT_FIELD_NUMBER: _builtins.int
+    ASSIGNED_FIELD_NUMBER: _builtins.int
     pending: _builtins.bool
     generation: _builtins.int
     leader: _builtins.str
     assignor: _builtins.str
+    skip_assignment: _builtins.bool
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___JoinedMember]: ...
+    @_builtins.property
+    def assigned(self) -> _containers.RepeatedCompositeFieldContainer[Global___AssignedTopic]: ...
     def __init__(
         self,
         *,
@@ -7375,14 +7382,38 @@ class JoinGroupReply(_message.Message):
         leader: _builtins.str = ...,
         assignor: _builtins.str = ...,
         members: _abc.Iterable[Global___JoinedMember] | None = ...,
+        skip_assignment: _builtins.bool = ...,
+        assigned: _abc.Iterable[Global___AssignedTopic] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignor", b"assignor", "generation", b"generation", "leader", b"leader", "members", b"members", "pending", b"pending"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assigned", b"assigned", "assignor", b"assignor", "generation", b"generation", "leader", b"leader", "members", b"members", "pending", b"pending", "skip_assignment", b"skip_assignment"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___JoinGroupReply: _TypeAlias = JoinGroupReply  # noqa: Y015
+
+@_typing.final
+class AssignedTopic(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_ID_FIELD_NUMBER: _builtins.int
+    PARTITIONS_FIELD_NUMBER: _builtins.int
+    topic_id: _builtins.str
+    partitions: _builtins.int
+    def __init__(
+        self,
+        *,
+        topic_id: _builtins.str = ...,
+        partitions: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["partitions", b"partitions", "topic_id", b"topic_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AssignedTopic: _TypeAlias = AssignedTopic  # noqa: Y015
 
 @_typing.final
 class MemberAssignment(_message.Message):
@@ -7600,6 +7631,7 @@ Global___CommitTopic: _TypeAlias = CommitTopic  # noqa: Y015
 @_typing.final
 class OffsetCommitRequest(_message.Message):
     """member: without a member_id, a commit of a tool or of a consumer with assigned partitions.  metadata_offset: of the client's metadata
+    committer: drawn by the consumer, 0 = none; sequence: grows with each of its commits, so one that is late is refused
     query: the offsets are the progress of a streaming query (S1)
     """
 
@@ -7609,7 +7641,11 @@ class OffsetCommitRequest(_message.Message):
     TOPICS_FIELD_NUMBER: _builtins.int
     METADATA_OFFSET_FIELD_NUMBER: _builtins.int
     QUERY_FIELD_NUMBER: _builtins.int
+    COMMITTER_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
     metadata_offset: _builtins.int
+    committer: _builtins.int
+    sequence: _builtins.int
     @_builtins.property
     def member(self) -> Global___GroupMember: ...
     @_builtins.property
@@ -7623,10 +7659,12 @@ class OffsetCommitRequest(_message.Message):
         topics: _abc.Iterable[Global___CommitTopic] | None = ...,
         metadata_offset: _builtins.int = ...,
         query: Global___QueryRun | None = ...,
+        committer: _builtins.int = ...,
+        sequence: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["member", b"member", "query", b"query"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["member", b"member", "metadata_offset", b"metadata_offset", "query", b"query", "topics", b"topics"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committer", b"committer", "member", b"member", "metadata_offset", b"metadata_offset", "query", b"query", "sequence", b"sequence", "topics", b"topics"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -8339,10 +8377,14 @@ class OffsetRecord(_message.Message):
     LEADER_EPOCH_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
     COMMITTED_MS_FIELD_NUMBER: _builtins.int
+    COMMITTER_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
     offset: _builtins.int
     leader_epoch: _builtins.int
     metadata: _builtins.str
     committed_ms: _builtins.int
+    committer: _builtins.int
+    sequence: _builtins.int
     def __init__(
         self,
         *,
@@ -8350,10 +8392,12 @@ class OffsetRecord(_message.Message):
         leader_epoch: _builtins.int = ...,
         metadata: _builtins.str = ...,
         committed_ms: _builtins.int = ...,
+        committer: _builtins.int = ...,
+        sequence: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_ms", b"committed_ms", "leader_epoch", b"leader_epoch", "metadata", b"metadata", "offset", b"offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_ms", b"committed_ms", "committer", b"committer", "leader_epoch", b"leader_epoch", "metadata", b"metadata", "offset", b"offset", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -146,9 +146,12 @@ class Bench:
         *,
         instance: str = "",
         metadata: str = "",
+        sequence: tuple[int, int] = (0, 0),
     ) -> dict[PartitionKey, int]:
-        """Commit; return the codes of the refused partitions."""
-        request = wire.OffsetCommitRequest(member=asked(member, generation, instance))
+        """Commit; return the codes of the refused partitions.  sequence: committer, number."""
+        request = wire.OffsetCommitRequest(
+            member=asked(member, generation, instance), committer=sequence[0], sequence=sequence[1]
+        )
         for key, offset in offsets.items():
             request.topics.add(
                 topic_id=key.topic_id, partitions=[key.partition], offsets=[offset],

@@ -7,7 +7,7 @@ import pytest
 from pk import errors, limits
 from pk.server.groups import commands as c
 from pk.server.groups.state import GroupState
-from pk.types import PartitionKey
+from pk.types import NONE, PartitionKey
 from pk.wire import pk_pb2 as wire
 from tests.unit.server.groups.group_bench import (
     DAY_MS,
@@ -94,6 +94,33 @@ def test_a_client_without_a_member_commits_only_to_a_group_without_members() -> 
     with pytest.raises(errors.NonEmptyGroup, match="1 members"):
         bench.commit({KEYS[0]: 0})
     assert bench.fetched() == {KEYS[0]: 5}
+
+
+def test_a_commit_that_names_a_generation_and_no_member_is_no_tool() -> None:
+    """A consumer that has lost its member id: the group is empty, the offset stays."""
+    bench = Bench()
+    generation = bench.stable("a", a=KEYS[:1])
+    bench.commit({KEYS[0]: 9}, "a", generation)
+    bench.leave("a")
+    for named, instance in ((generation, ""), (generation + 1, ""), (NONE, "i")):
+        with pytest.raises(errors.UnknownMemberId):
+            bench.commit({KEYS[0]: 4}, "", named, instance=instance)
+    assert bench.fetched() == {KEYS[0]: 9}
+    assert bench.commit({KEYS[0]: 4}) == {}, "a tool"
+
+
+@pytest.mark.parametrize("member", ["a", ""])
+def test_a_delayed_commit_does_not_move_an_offset_back(member: str) -> None:
+    """groups/offsets O5: its request waited in a broken connection meanwhile."""
+    bench = Bench()
+    generation = bench.stable("a", a=KEYS[:2]) if member else NONE
+    assert bench.commit({KEYS[0]: 9}, member, generation, sequence=(7, 2)) == {}
+    refused = bench.commit({KEYS[0]: 5, KEYS[1]: 5}, member, generation, sequence=(7, 1))
+    assert refused == {KEYS[0]: errors.StaleOffsetCommit.code}
+    assert bench.fetched() == {KEYS[0]: 9, KEYS[1]: 5}
+    assert bench.commit({KEYS[0]: 9}, member, generation, sequence=(7, 2)) == {}, "it is repeated"
+    assert bench.commit({KEYS[0]: 5}, member, generation, sequence=(8, 1)) == {}, "of another one"
+    assert bench.commit({KEYS[0]: 3}, member, generation, sequence=(8, 2)) == {}, "a seek"
 
 
 def test_what_is_wrong_in_a_commit() -> None:

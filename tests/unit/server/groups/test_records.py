@@ -57,7 +57,7 @@ def test_an_assignment_survives_its_record(group_id: str, members: dict[str, Ass
     assert records.to_row(other) == records.to_row(record), "equal states have equal bytes"
 
 
-@given(NAME, KEY, st.builds(CommittedOffset, MS, I32, NAME, MS))
+@given(NAME, KEY, st.builds(CommittedOffset, MS, I32, NAME, MS, MS, MS, MS))
 def test_an_offset_survives_its_record(
     group_id: str, partition: PartitionKey, committed: CommittedOffset
 ) -> None:
