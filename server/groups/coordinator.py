@@ -13,10 +13,13 @@ Invariants
   N4  No reply leaves a broker without contact to the controller: another broker may coordinate the
       partition by then.
   N5  No offset expires while the clock is not trusted (rule L10).  Sessions are monotonic.
-  N6  A join or a sync waits at most JOIN_WAIT_MS, and a third of the member's session timeout.
-      Then it is answered `pending` and the client asks again, so a member that waits is heard.
+  N6  A join or a sync waits for other members at most JOIN_WAIT_MS, and a third of the member's
+      session timeout.  Then it is answered `pending` and the client asks again.
   N7  A commit of a transaction that waits for the transaction's coordinator counts as pending:
       a fetch with require_stable waits for its outcome.
+  N8  No session ends because this broker had no contact to the controller and refused heartbeats:
+      sessions and timeouts begin again when the contact is regained.
+  N9  A change of a group wakes its waiting requests only if the state or the generation changes.
 """
 
 from __future__ import annotations
@@ -65,6 +68,14 @@ class GroupClock(Protocol):
     def trusted_ms(self) -> int | None: ...
 
 
+class _PhaseChange(asyncio.Event):
+    """Set when a group has left the phase in which requests began to wait."""
+
+    def __init__(self, phase: tuple[GroupState, int] | None) -> None:
+        super().__init__()
+        self.phase = phase
+
+
 class _HostedGroups:
     """One partition that this broker coordinates, in one leader epoch."""
 
@@ -90,7 +101,8 @@ class _HostedGroups:
         #: By group: the partitions of commits that wait for a transaction's coordinator (N7).
         self.parked: dict[str, Counter[PartitionKey]] = {}
         #: By group; only those that a request waits for.
-        self._changes: WeakValueDictionary[str, asyncio.Event] = WeakValueDictionary()
+        self._changes: WeakValueDictionary[str, _PhaseChange] = WeakValueDictionary()
+        self._dirty: dict[str, None] = {}  #: groups whose changes are not followed yet
 
     def check_parked(self, asked: wire.OffsetFetchGroup) -> None:
         """Raise `UnstableOffsetCommit` if a commit that is parked has one of the partitions (N7).
@@ -110,16 +122,33 @@ class _HostedGroups:
         found: Mapping[str, ConsumerGroup] = machine.groups
         return found
 
-    def change(self, group_id: str) -> asyncio.Event:
-        """Return the event that the next change of the group sets."""
-        return self._changes.setdefault(group_id, asyncio.Event())
+    def phase(self, group_id: str) -> tuple[GroupState, int] | None:
+        """Return state and generation of a group; None = there is no such group."""
+        group = self.groups.get(group_id)
+        return None if group is None else (group.state, group.generation)
 
-    def changed(self, group_id: str, now_ms: int) -> None:
-        """Follow a change of a group, and wake the requests that wait for one."""
-        self.sessions.update(group_id, self.groups.get(group_id), now_ms)
-        event = self._changes.pop(group_id, None)
-        if event is not None:
-            event.set()
+    def change(self, group_id: str) -> asyncio.Event:
+        """Return the event that the next change of the group's phase sets (N9)."""
+        found = self._changes.get(group_id)
+        if found is None:
+            found = self._changes[group_id] = _PhaseChange(self.phase(group_id))
+        return found
+
+    def changed(self, group_id: str, now_ms: Callable[[], int]) -> None:
+        """Follow a change of a group soon: the decisions of one round are followed together."""
+        if not self._dirty:
+            asyncio.get_running_loop().call_soon(self._follow, now_ms)
+        self._dirty[group_id] = None
+
+    def _follow(self, now_ms: Callable[[], int]) -> None:
+        """Update the sessions of changed groups, and wake the requests that wait for a phase."""
+        dirty, self._dirty = self._dirty, {}
+        for group_id in dirty:
+            self.sessions.update(group_id, self.groups.get(group_id), now_ms())
+            event = self._changes.get(group_id)
+            if event is not None and event.phase != self.phase(group_id):
+                del self._changes[group_id]
+                event.set()
 
     async def close(self) -> None:
         """End the host; what waits asks it once more, and is refused."""
@@ -238,7 +267,7 @@ class GroupCoordinators:
             return
         for effect in effects:
             assert isinstance(effect, Publish)
-            hosted.changed(effect.value, self._env.now_ms)
+            hosted.changed(effect.value, lambda: self._env.now_ms)
 
     # -- time ------------------------------------------------------------------------------------
 
@@ -253,10 +282,11 @@ class GroupCoordinators:
 
     async def _tick(self, hosted: _HostedGroups) -> None:
         """Do what is due in one partition."""
+        if not self._contact.in_contact():
+            hosted.resumed = None  # N8
+            return
         if hosted.resumed is not hosted.host.machine:
             self._resume(hosted)
-        if not self._contact.in_contact():
-            return
         due = hosted.sessions.due(self._env.now_ms)
         try:
             for group_id, generation in due.joins:
@@ -352,18 +382,22 @@ class GroupCoordinators:
         The requests may be repeated, so the machine keeps no list of those that wait.
         """
         deadline_ms = self._env.now_ms + wait_ms
-        while True:
-            change = hosted.change(asked.group_id)
-            reply = await ask()
-            hosted.sessions.heard(asked.group_id, asked.member_id, self._env.now_ms)
-            left_ms = deadline_ms - self._env.now_ms
-            if not reply.pending or left_ms <= 0:
-                return reply
-            try:
-                async with asyncio.timeout(left_ms / 1000):
-                    await change.wait()
-            except TimeoutError:
-                return reply
+        name = (asked.group_id, asked.member_id)
+        hosted.sessions.asks(*name, self._env.now_ms)
+        try:
+            while True:
+                change = hosted.change(asked.group_id)
+                reply = await ask()
+                left_ms = deadline_ms - self._env.now_ms
+                if not reply.pending or left_ms <= 0:
+                    return reply
+                try:
+                    async with asyncio.timeout(left_ms / 1000):
+                        await change.wait()
+                except TimeoutError:
+                    return reply
+        finally:
+            hosted.sessions.answered(*name, self._env.now_ms)
 
     async def heartbeat(self, request: wire.GroupHeartbeatRequest) -> wire.GroupHeartbeatReply:
         """Renew the session of a member; writes nothing and waits for no write.
@@ -396,7 +430,12 @@ class GroupCoordinators:
         hosted = self._serving(request.member.group_id)
         await progress.reached(request.metadata_offset, METADATA_WAIT_MS)
         command = commands.CommitOffsets(request, self._metadata.image)
-        reply: wire.OffsetCommitReply = await self._ask(hosted, command)
+        name = (request.member.group_id, request.member.member_id)
+        hosted.sessions.asks(*name, self._env.now_ms)
+        try:
+            reply: wire.OffsetCommitReply = await self._ask(hosted, command)
+        finally:
+            hosted.sessions.answered(*name, self._env.now_ms)
         return reply
 
     async def commit_in_transaction(

@@ -2,13 +2,15 @@
 
 Invariants
   I1  `apply` is called in the order of the log, and is the only mutator.
-  I2  `owners` and `instances` of a group follow from its assignment and its members.
+  I2  `owners`, `instances`, `assignors` and `members_bytes` of a group follow from its assignment
+      and its members.
   I3  Of two offsets of a partition, the one whose record is later in the log counts, also if the
       transaction of the earlier one ends later.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -46,8 +48,10 @@ class ConsumerGroup:
 
     __slots__ = (
         "assignment",
+        "assignors",
         "instances",
         "members",
+        "members_bytes",
         "metadata",
         "offsets",
         "owners",
@@ -58,6 +62,8 @@ class ConsumerGroup:
         self.metadata = GroupMetadata(group_id)
         self.members: dict[str, Member] = {}
         self.instances: dict[str, str] = {}  #: group instance id → member id
+        self.assignors: Counter[str] = Counter()  #: assignor → how many members list it
+        self.members_bytes = 0  #: of ids and subscriptions, as the leader gets them
         self.assignment: dict[str, Assigned] = {}  #: by member id
         #: Every assigned or released partition → the member that may commit it.
         self.owners: dict[PartitionKey, str] = {}
@@ -85,6 +91,12 @@ class ConsumerGroup:
     def is_pending(self, key: PartitionKey) -> bool:
         """Whether an open transaction has an offset of the partition (X2)."""
         return any(key in each for each in self.pending.values())
+
+    def common_assignors(self, without: Member | None = None) -> set[str]:
+        """Return the assignors that every member lists, except the member `without`."""
+        own = frozenset() if without is None else frozenset(without.assignors)
+        count = len(self.members) - (without is not None)
+        return {name for name, n in self.assignors.items() if n - (name in own) == count > 0}
 
     def joined(self, member: Member) -> bool:
         """Whether the member has joined the rebalance that is being prepared."""
@@ -155,12 +167,17 @@ class ConsumerGroup:
 
     def _member(self, member_id: str, member: Member | None) -> None:
         before = self.members.pop(member_id, None)
-        if before is not None and self.instances.get(before.instance_id) == member_id:
-            del self.instances[before.instance_id]
+        if before is not None:
+            if self.instances.get(before.instance_id) == member_id:
+                del self.instances[before.instance_id]
+            self.members_bytes -= before.size
+            self.assignors -= Counter(set(before.assignors))
         if member is not None:
             self.members[member_id] = member
             if member.instance_id:
                 self.instances[member.instance_id] = member_id
+            self.members_bytes += member.size
+            self.assignors += Counter(set(member.assignors))
 
 
 def _keep_newest(

@@ -15,6 +15,7 @@ older.  A join with an older generation repeats one whose reply was lost.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -31,7 +32,7 @@ from pk.server.groups.groups import (
     of_a_query,
     unknown_member,
 )
-from pk.server.groups.rebalances import Rebalance, begins_initial, common_assignors
+from pk.server.groups.rebalances import Rebalance, begins_initial
 from pk.server.groups.state import (
     Assigned,
     GroupMetadata,
@@ -68,20 +69,41 @@ def join(groups: Groups, command: commands.JoinGroup, now_ms: int) -> Out:
         group.generation,
     )
     before = _predecessor(group, asked)
+    itself = before is not None and before.member_id == member.member_id
+    if before is not None and itself and before.same(member):
+        again = _repeated(group, before, member, generation_or_none(asked))
+        if again is not None:
+            return decision(again, [])
+    _check_room(groups, group, before, member)
+    if before is None or itself:
+        return _join(groups, group, member)
+    return _take_place(group, before, member)
+
+
+def _check_room(
+    groups: Groups, group: ConsumerGroup, before: Member | None, member: Member
+) -> None:
+    """Raise if the group cannot have the member in the place of `before`."""
+    group_id = group.metadata.group_id
     if before is None and len(group.members) >= groups.rules.max_size:
         raise errors.GroupMaxSizeReached(
-            f"group {asked.group_id!r} has {len(group.members)} members, which is the most that "
+            f"group {group_id!r} has {len(group.members)} members, which is the most that "
             "group_max_size allows"
         )
-    others = [each for each in group.members.values() if each is not before]
-    if others and not common_assignors([*others, member]):
+    size = group.members_bytes - (0 if before is None else before.size) + member.size
+    if size > limits.GROUP_MEMBERS_BYTES_MAX:
+        raise errors.GroupMaxSizeReached(
+            f"the subscriptions of the {len(group.members)} members of group {group_id!r} and of "
+            f"this one have {size} bytes, which is more than the {limits.GROUP_MEMBERS_BYTES_MAX} "
+            "that the leader can get: close some members, or subscribe by a pattern to fewer topics"
+        )
+    common = group.common_assignors(before)
+    others = len(group.members) > (before is not None)
+    if others and not common & set(member.assignors):
         raise errors.InconsistentGroupProtocol(
             f"the assignors of this member are {', '.join(member.assignors)}; each other member of "
-            f"group {asked.group_id!r} has {', '.join(sorted(common_assignors(others)))}"
+            f"group {group_id!r} has {', '.join(sorted(common))}"
         )
-    if before is None or before.member_id == member.member_id:
-        return _join(groups, group, before, member, generation_or_none(asked))
-    return _take_place(group, before, member)
 
 
 def _check_join(groups: Groups, request: wire.JoinGroupRequest) -> None:
@@ -133,16 +155,19 @@ def _predecessor(group: ConsumerGroup, asked: wire.GroupMember) -> Member | None
     return known
 
 
-def _join(
-    groups: Groups, group: ConsumerGroup, before: Member | None, member: Member, generation: int
-) -> Out:
+def _repeated(
+    group: ConsumerGroup, before: Member, member: Member, generation: int
+) -> wire.JoinGroupReply | None:
+    """Return the reply to a join that is repeated; None if this one begins a rebalance."""
+    if group.state is GroupState.PREPARING_REBALANCE:
+        return wire.JoinGroupReply(pending=True) if before == member else None
+    if generation >= group.generation:
+        return None
+    return _reply(group.members, group.metadata, group.assignment, member.member_id)
+
+
+def _join(groups: Groups, group: ConsumerGroup, member: Member) -> Out:
     """Decide the join of a member under its own id."""
-    if before is not None and before.same(member):
-        if group.state is GroupState.PREPARING_REBALANCE:
-            if before == member:
-                return decision(wire.JoinGroupReply(pending=True), [])
-        elif generation < group.generation:
-            return decision(_reply(group.members, group.metadata, member.member_id), [])
     changes = Rebalance(group)
     changes.put(member)
     changes.begin(initial=begins_initial(group, groups.rules.initial_rebalance_delay_ms))
@@ -168,22 +193,34 @@ def _changed(changes: Rebalance, member_id: str) -> Out:
     if metadata.state is GroupState.PREPARING_REBALANCE:
         reply = wire.JoinGroupReply(pending=True)
     else:
-        reply = _reply(changes.members, metadata, member_id)
+        reply = _reply(changes.members, metadata, changes.assignment, member_id)
     return decision(reply, changes.records(), metadata.group_id)
 
 
 def _reply(
-    members: Mapping[str, Member], metadata: GroupMetadata, member_id: str
+    members: Mapping[str, Member],
+    metadata: GroupMetadata,
+    assignment: Mapping[str, Assigned],
+    member_id: str,
 ) -> wire.JoinGroupReply:
-    """Return the reply of a generation.  The leader gets the members while it has to assign."""
+    """Return the reply of a generation.  The leader gets the members, because it watches their
+    topics.  Once the generation has its assignment, it gets what that comprises, and computes none
+    (KIP-814).
+    """
     reply = wire.JoinGroupReply(
         leader=metadata.leader, generation=metadata.generation, assignor=metadata.assignor
     )
-    if metadata.leader == member_id and metadata.state is GroupState.COMPLETING_REBALANCE:
-        for name, each in sorted(members.items()):
-            reply.members.add(
-                member_id=name, group_instance_id=each.instance_id, subscription=each.subscription
-            )
+    if metadata.leader != member_id:
+        return reply
+    for name, each in sorted(members.items()):
+        reply.members.add(
+            member_id=name, group_instance_id=each.instance_id, subscription=each.subscription
+        )
+    if metadata.state is GroupState.STABLE:
+        reply.skip_assignment = True
+        counts = Counter(key.topic_id for each in assignment.values() for key in each.partitions)
+        for topic_id, count in sorted(counts.items()):
+            reply.assigned.add(topic_id=topic_id, partitions=count)
     return reply
 
 
@@ -219,8 +256,8 @@ def _synced(assigned: Assigned | None) -> wire.SyncGroupReply:
 def _checked(
     group: ConsumerGroup, assignment: wire.GroupAssignment, image: MetadataImage
 ) -> dict[str, Assigned]:
-    """Return the assignment of every member, with what it has released.  Raises `InvalidRequest`
-    if it is wrong.
+    """Return the assignment of every member, with what it has released, without deleted topics.
+    Raises `InvalidRequest` if it is wrong.
     """
     size = assignment.ByteSize()
     if size > limits.ASSIGNMENT_BYTES_MAX:
@@ -237,7 +274,9 @@ def _checked(
             )
         if given[each.member_id]:
             raise errors.InvalidRequest(f"the assignment names {each.member_id!r} twice")
-        given[each.member_id] = keys_of(each.partitions)
+        # A topic that the image does not have was deleted after the leader saw it.
+        keys = keys_of(each.partitions)
+        given[each.member_id] = tuple(key for key in keys if key.topic_id in image.topics)
         for key in given[each.member_id]:
             if image.partition(key) is None:
                 raise errors.InvalidRequest(f"the assignment has {key}, which does not exist")
@@ -305,7 +344,7 @@ def _without(group: ConsumerGroup, going: list[str], reply: object, now_ms: int)
 def expire(groups: Groups, command: commands.ExpireMembers, now_ms: int) -> Out:
     """Remove the members whose sessions have ended."""
     late: dict[str, list[str]] = {}
-    for group_id, member_id in command.members:
+    for group_id, member_id in dict.fromkeys(command.members):
         group = groups.find(group_id)
         if group is not None and member_id in group.members:
             late.setdefault(group_id, []).append(member_id)

@@ -39,6 +39,11 @@ class Rebalance:
         self._changed: dict[str, Member | None] = {}
         self._assignment: dict[str, Assigned] | None = None
 
+    @property
+    def assignment(self) -> Mapping[str, Assigned]:
+        """The newest assignment."""
+        return self._group.assignment if self._assignment is None else self._assignment
+
     def put(self, member: Member) -> None:
         """Add or replace a member."""
         self.members[member.member_id] = self._changed[member.member_id] = member
@@ -122,16 +127,10 @@ class Rebalance:
         return found
 
 
-def common_assignors(members: Iterable[Member]) -> set[str]:
-    """Return the assignors that every member lists."""
-    listed = [set(each.assignors) for each in members]
-    return set.intersection(*listed) if listed else set()
-
-
 def chosen_assignor(members: Iterable[Member]) -> str:
     """Return the assignor that most members prefer, among those that every member lists."""
     members = list(members)
-    common = common_assignors(members)
+    common = set.intersection(*[set(each.assignors) for each in members])
     assert common, "a join without a common assignor is refused"
     votes = Counter(next(name for name in each.assignors if name in common) for each in members)
     return min(votes, key=lambda name: (-votes[name], name))

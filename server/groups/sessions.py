@@ -4,13 +4,15 @@ Times are monotonic.  Nothing of it is in the log: a new coordinator gives every
 session and every rebalance a whole timeout.
 
 Invariants
-  A1  A session counts from the last request of its member.
+  A1  A session counts from the last request of its member, and from the end of one that waits: for
+      other members, or for the high watermark.
   A2  `due` does work for what is due, plus one visit per session length for each member.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -18,6 +20,9 @@ from typing import NamedTuple
 from pk.server.groups.groups import ConsumerGroup
 from pk.server.groups.state import GroupState, Member
 from pk.types import NONE
+
+#: When a deadline of members whose requests wait is looked at again.
+AGAIN_MS = 1_000
 
 
 class Due(NamedTuple):
@@ -49,6 +54,7 @@ class MemberSessions:
         self._live: dict[str, _Live] = {}
         #: (time, group id, member id, or "" for the deadline of the phase)
         self._heap: list[tuple[int, str, str]] = []
+        self._asking: Counter[tuple[str, str]] = Counter()  #: requests that wait
 
     def restart(self, groups: Mapping[str, ConsumerGroup], now_ms: int) -> None:
         """Begin again after a replay."""
@@ -62,6 +68,18 @@ class MemberSessions:
         live = self._live.get(group_id)
         if live is not None and member_id in live.heard_ms:
             live.heard_ms[member_id] = now_ms
+
+    def asks(self, group_id: str, member_id: str, now_ms: int) -> None:
+        """Note that a request of the member has come; `answered` follows (A1)."""
+        self._asking[group_id, member_id] += 1
+        self.heard(group_id, member_id, now_ms)
+
+    def answered(self, group_id: str, member_id: str, now_ms: int) -> None:
+        """Note that the request is answered."""
+        self._asking[group_id, member_id] -= 1
+        if not self._asking[group_id, member_id]:
+            del self._asking[group_id, member_id]
+        self.heard(group_id, member_id, now_ms)
 
     def synced(self, group_id: str, member_id: str) -> None:
         """Note that the member has asked for its assignment in this generation."""
@@ -127,22 +145,28 @@ class MemberSessions:
                 continue
             if not member_id:
                 if live.deadline_ms == at_ms:
-                    self._phase_over(group_id, live, found)
+                    self._phase_over(group_id, live, found, now_ms)
             elif member_id in live.heard_ms:
                 until_ms = live.heard_ms[member_id] + live.timeout_ms[member_id]
+                if (group_id, member_id) in self._asking:
+                    until_ms = now_ms + live.timeout_ms[member_id]
                 if until_ms <= now_ms:
                     found.expired.append((group_id, member_id))
                     until_ms = now_ms + live.timeout_ms[member_id]
                 heapq.heappush(self._heap, (until_ms, group_id, member_id))
         return found
 
-    def _phase_over(self, group_id: str, live: _Live, found: Due) -> None:
+    def _phase_over(self, group_id: str, live: _Live, found: Due, now_ms: int) -> None:
         state, generation = live.phase
         live.deadline_ms = None
         if state is GroupState.PREPARING_REBALANCE:
             found.joins.append((group_id, generation))
-        else:
-            found.expired.extend((group_id, name) for name in sorted(live.unsynced))
+            return
+        late = [name for name in sorted(live.unsynced) if (group_id, name) not in self._asking]
+        found.expired.extend((group_id, name) for name in late)
+        if len(late) < len(live.unsynced):
+            live.deadline_ms = now_ms + AGAIN_MS
+            heapq.heappush(self._heap, (live.deadline_ms, group_id, ""))
 
 
 def _longest(members: Mapping[str, Member]) -> int:

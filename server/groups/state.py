@@ -25,6 +25,9 @@ from typing import Any, NamedTuple
 from pk.types import NONE, Epoch, Offset, PartitionKey
 from pk.wire import pk_pb2 as wire
 
+#: The tags and lengths of a member in the reply to its leader.
+MEMBER_OVERHEAD_BYTES = 24
+
 
 class GroupState(enum.IntEnum):
     """The states of a group; the numbers are those of `GroupStateRecord`."""
@@ -81,6 +84,12 @@ class Member:
     assignors: tuple[str, ...]  #: the preferred one first
     subscription: wire.GroupSubscription  #: never changed
     joined: int = NONE  #: the generation after which it has joined
+
+    @property
+    def size(self) -> int:
+        """Bytes of the member in the reply that the leader gets."""
+        ids = len(self.member_id.encode()) + len(self.instance_id.encode())
+        return ids + self.subscription.ByteSize() + MEMBER_OVERHEAD_BYTES
 
     def same(self, other: Member) -> bool:
         """Whether both subscribe to the same topics with the same assignors."""

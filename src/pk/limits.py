@@ -59,6 +59,9 @@ GROUP_ID_BYTES_MAX = 249
 #: Bytes of the subscription of a member: each rebalance writes a record with it, and the leader of
 #: the group gets those of all members.
 SUBSCRIPTION_BYTES_MAX = 128 * KIB
+#: Bytes of the ids and subscriptions of all members of a group: the leader gets them in one reply,
+#: whose head has FRAME_HEAD_BYTES_MAX.
+GROUP_MEMBERS_BYTES_MAX = FRAME_HEAD_BYTES_MAX // 2
 #: Assignors that a member lists.
 ASSIGNORS_MAX = 16
 #: Partitions of one commit, or of one fetch of offsets: each committed one is a record.

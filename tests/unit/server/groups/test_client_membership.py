@@ -417,3 +417,46 @@ def test_a_topic_that_was_created_again_begins_a_rebalance(make_cluster: Any) ->
         await app.close()
 
     run_story(make_cluster, story)
+
+
+def test_a_static_leader_that_starts_again_notices_that_a_topic_has_grown(
+    make_cluster: Any,
+) -> None:
+    """The topic of another member grew while the leader was away."""
+
+    async def story(cluster: Any) -> None:
+        await cluster.create("u", 1)
+        leader = App(cluster, group_instance_id="1")
+        await leader.until(lambda: len(leader.owned) == 4)
+        other = App(cluster, "u", group_instance_id="2")
+        await leader.until(lambda: len(other.owned) == 1 and len(leader.owned) == 4)
+        await leader.close()
+        caller = cluster.caller()
+        request = wire.CreatePartitionsRequest()
+        request.topics.add(name="u", total_count=3)
+        await caller.call(request, timeout_ms=10_000)
+        again = App(cluster, group_instance_id="1")
+        await again.until(lambda: len(other.owned) == 3 and len(again.owned) == 4)
+        request.topics[0].total_count = 5
+        await caller.call(request, timeout_ms=10_000)
+        await again.until(lambda: len(other.owned) == 5 and len(again.owned) == 4)
+        await caller.close()
+        await again.close()
+        await other.close()
+
+    run_story(make_cluster, story)
+
+
+def test_a_static_leader_that_starts_again_begins_no_rebalance(make_cluster: Any) -> None:
+    async def story(cluster: Any) -> None:
+        leader = App(cluster, group_instance_id="1")
+        await leader.until(lambda: len(leader.owned) == 4)
+        generation = leader.member.metadata().generation
+        await leader.close()
+        again = App(cluster, group_instance_id="1")
+        await again.until(lambda: len(again.owned) == 4)
+        await again.world.clock.sleep_ms(5_000)
+        assert again.member.metadata().generation == generation
+        await again.close()
+
+    run_story(make_cluster, story)

@@ -7,7 +7,16 @@ import pytest
 from pk import errors, limits
 from pk.server.groups.state import GroupState
 from pk.types import PartitionKey
-from tests.unit.server.groups.group_bench import ID, KEYS, RULES, TOPIC_ID, Bench
+from pk.wire import pk_pb2 as wire
+from tests.unit.server.groups.group_bench import (
+    ID,
+    KEYS,
+    OTHER_ID,
+    RULES,
+    TOPIC_ID,
+    Bench,
+    image_of,
+)
 
 S = GroupState
 
@@ -69,7 +78,7 @@ def test_a_repeated_join_gets_the_generation_that_it_has_joined() -> None:
     assert (reply.generation, reply.pending) == (generation, False)
     assert len(bench.log) == before, "nothing changes"
     leader = bench.join("a", generation - 1)
-    assert not leader.members, "the assignment is known: the leader computes nothing"
+    assert leader.skip_assignment, "the assignment is known: the leader computes nothing"
 
 
 def test_a_join_with_the_current_generation_begins_a_rebalance() -> None:
@@ -244,7 +253,7 @@ def static_group() -> tuple[Bench, int]:
 def test_a_static_member_that_restarts_takes_its_place_without_a_rebalance() -> None:
     bench, generation = static_group()
     reply = bench.join("a2", instance="1")
-    assert (reply.pending, reply.generation, list(reply.members)) == (False, generation, [])
+    assert (reply.pending, reply.generation, reply.skip_assignment) == (False, generation, True)
     assert reply.leader == "a2"
     assert bench.group.state is S.STABLE
     assert len(bench.sync("a2", generation, instance="1").partitions[0].partitions) == 2
@@ -302,3 +311,64 @@ def test_an_operator_removes_a_static_member_by_its_instance() -> None:
     assert bench.leave("", instance="1") == [0]
     assert set(bench.group.members) == {"b"}
     assert bench.leave("", instance="1") == [errors.UnknownMemberId.code]
+
+
+def test_a_static_leader_that_starts_again_gets_the_members_and_computes_nothing() -> None:
+    """KIP-814: it goes on watching their topics, from what the assignment comprises."""
+    bench = Bench()
+    bench.join("a", instance="1")
+    bench.join("b", topics=["t", "u"])
+    bench.join("a", bench.group.generation, instance="1")
+    assert bench.group.metadata.leader == "a"
+    generation = bench.group.generation
+    bench.sync("a", generation, {"a": KEYS[:2], "b": KEYS[2:3]}, instance="1")
+    reply = bench.join("a2", instance="1")
+    assert bench.group.state is GroupState.STABLE
+    assert reply.leader == "a2"
+    assert reply.skip_assignment
+    assert {each.member_id: list(each.subscription.topics) for each in reply.members} == {
+        "a2": ["t"],
+        "b": ["t", "u"],
+    }
+    assert [(each.topic_id, each.partitions) for each in reply.assigned] == [(TOPIC_ID, 3)]
+    assert bench.join("b", topics=["t", "u"]).members == []
+
+
+def test_partitions_of_a_deleted_topic_are_left_out_of_an_assignment() -> None:
+    """The leader saw the topic; it was deleted before the sync.  The group goes on."""
+    bench = Bench()
+    bench.join("a", topics=["t", "u"])
+    generation = bench.group.generation
+    bench.image = image_of(t=(TOPIC_ID, 4))
+    gone = PartitionKey(OTHER_ID, 0)
+    reply = bench.sync("a", generation, {"a": [*KEYS, gone]})
+    assert [(each.topic_id, len(each.partitions)) for each in reply.partitions] == [(TOPIC_ID, 4)]
+    assert bench.group.state is GroupState.STABLE
+    assert gone not in bench.group.owners
+
+
+def test_the_members_of_a_group_fit_into_the_reply_of_their_leader(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "GROUP_MEMBERS_BYTES_MAX", 1_000)
+    bench = Bench()
+    topics = [f"topic-{number:03}" for number in range(30)]
+    bench.join("a", topics=topics)
+    bench.join("b", topics=topics)
+    with pytest.raises(errors.GroupMaxSizeReached, match="subscriptions"):
+        bench.join("c", topics=topics)
+    sent = wire.JoinGroupReply()
+    for name, each in bench.group.members.items():
+        sent.members.add(member_id=name, subscription=each.subscription)
+    assert sent.ByteSize() <= bench.group.members_bytes <= 1_000
+    bench.leave(*bench.group.members)
+    assert bench.group.members_bytes == 0
+    assert not bench.group.assignors
+
+
+def test_a_member_may_be_due_twice() -> None:
+    """Its session and its time to sync ended in the same tick."""
+    bench = Bench()
+    bench.stable("a", "b")
+    assert bench.expire("b", "b") == 1
+    assert set(bench.group.members) == {"a"}

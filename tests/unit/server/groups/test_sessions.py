@@ -109,3 +109,31 @@ def test_after_a_replay_everything_has_its_whole_time() -> None:
     sessions.restart({"g": waiting}, 800)
     assert sessions.due(1_699) == Due([], [])
     assert sessions.due(1_800) == Due([("g", "a")], [("g", 1)])
+
+
+def test_a_member_whose_request_waits_keeps_its_session() -> None:
+    """server/groups/sessions A1: the high watermark stands still for longer than the session."""
+    sessions = MemberSessions(0)
+    sessions.update("g", group(S.STABLE, member("a")), 0)
+    sessions.asks("g", "a", 500)
+    sessions.asks("g", "a", 600)
+    assert sessions.due(5_000) == Due([], [])
+    sessions.answered("g", "a", 5_100)
+    assert sessions.due(6_200) == Due([], []), "the other one waits"
+    sessions.answered("g", "a", 6_300)
+    assert sessions.due(7_299) == Due([], [])
+    assert sessions.due(8_300) == Due([("g", "a")], [])
+
+
+def test_a_member_whose_sync_waits_is_not_late() -> None:
+    sessions = MemberSessions(0)
+    members = member("a", rebalance_ms=700), member("b", rebalance_ms=700)
+    sessions.update("g", group(S.COMPLETING_REBALANCE, *members), 0)
+    sessions.asks("g", "a", 600)
+    sessions.heard("g", "b", 600)
+    assert sessions.due(699) == Due([], [])
+    assert sessions.due(700) == Due([("g", "b")], [])
+    sessions.answered("g", "a", 1_000)
+    sessions.heard("g", "a", 1_500)
+    sessions.heard("g", "b", 1_500)
+    assert sessions.due(1_700).expired == [("g", "a"), ("g", "b")], "they have no assignment"

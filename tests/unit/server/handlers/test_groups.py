@@ -263,6 +263,62 @@ def test_no_reply_leaves_a_broker_without_contact_to_the_controller(make_cluster
     cluster.do(story())
 
 
+def test_no_session_ends_because_heartbeats_were_refused(make_cluster: Any) -> None:
+    """server/groups/coordinator N8: the broker had no contact for longer than the session."""
+    cluster = make_cluster(**SETTINGS)
+    cluster.start()
+
+    async def story() -> None:
+        topic_id = await cluster.create("t", 2)
+        client = Client(cluster)
+        generation = await client.pair(topic_id)
+        groups = cluster.broker.core.groups
+        contact, clock = groups._contact, cluster.client.clock
+        groups._contact = type("Away", (), {"in_contact": lambda self: False})()
+        await clock.sleep_ms(10_000)
+        with pytest.raises(errors.CoordinatorUnavailable):
+            await client.heartbeat("a", generation)
+        groups._contact = contact
+        await clock.sleep_ms(2_000)
+        for member in ("a", "b"):
+            await client.heartbeat(member, generation)
+        await clock.sleep_ms(5_000)
+        with pytest.raises(errors.UnknownMemberId):
+            await client.heartbeat("a", generation)
+        await client.caller.close()
+
+    cluster.do(story())
+
+
+def test_requests_that_wait_are_asked_again_at_a_change_of_the_phase_only(
+    make_cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """server/groups/coordinator N9: a join storm costs three decisions a member, not one for
+    each pair of members.
+    """
+    cluster = make_cluster(**SETTINGS)
+    cluster.start()
+    asked_ids: list[str] = []
+    ask = coordinator.GroupCoordinators._ask
+
+    async def counted(self: Any, hosted: Any, command: Any) -> Any:
+        if isinstance(command, coordinator.commands.JoinGroup):
+            asked_ids.append(command.request.member.member_id)
+        return await ask(self, hosted, command)
+
+    async def story() -> None:
+        await cluster.create("t", 2)
+        client = Client(cluster)
+        monkeypatch.setattr(coordinator.GroupCoordinators, "_ask", counted)
+        names = [f"m{number:02}" for number in range(20)]
+        replies = await asyncio.gather(*[client.join(name) for name in names])
+        assert {reply.generation for reply in replies} == {1}
+        assert len(asked_ids) <= 3 * len(names)
+        await client.caller.close()
+
+    cluster.do(story())
+
+
 def test_offsets_of_a_deleted_topic_are_removed(
     make_cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
