@@ -1,14 +1,17 @@
 """Assignors: how the leader of a group shares its partitions among the members.
 
-Pure.  Both give every partition of a subscribed topic to one member, or to none if no member
+Pure.  All give every partition of a subscribed topic to one member, or to none if no member
 subscribes to its topic; equal arguments give equal assignments.
 
     range               each topic is cut into ranges of about the same length
-    cooperative-sticky  members keep what they have; loads differ by at most one where subscriptions
-                        allow it (KIP-429)
+    roundrobin          the partitions of all topics are dealt out in turn
+    sticky              members get back what they had; loads differ by at most one where
+                        subscriptions allow it (KIP-54)
+    cooperative-sticky  the same balance; members keep reading what does not move (KIP-429)
 
-Under `range` a member gives everything up before it joins.  Under `cooperative-sticky` a partition
-that moves has no owner in one generation: its owner gives it up, and the next one assigns it.
+Under the first three a member gives everything up before it joins (eager).  Under
+`cooperative-sticky` a partition that moves has no owner in one generation: its owner gives it up,
+and the next one assigns it.  client/sticky_balance balances both sticky ones.
 """
 
 from __future__ import annotations
@@ -17,9 +20,11 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from pk.client.sticky_balance import balanced
 from pk.types import TopicPartition
 
-RANGE, COOPERATIVE_STICKY = "range", "cooperative-sticky"
+RANGE, ROUNDROBIN = "range", "roundrobin"
+STICKY, COOPERATIVE_STICKY = "sticky", "cooperative-sticky"
 
 
 class Subscriber(NamedTuple):
@@ -28,7 +33,7 @@ class Subscriber(NamedTuple):
     member_id: str
     topics: frozenset[str]
     instance_id: str = ""  #: of a static member
-    owned: tuple[TopicPartition, ...] = ()  #: what it has since `generation`
+    owned: tuple[TopicPartition, ...] = ()  #: what it has, or had until now, since `generation`
     generation: int = -1
 
 
@@ -52,12 +57,33 @@ def assign_range(members: Sequence[Subscriber], counts: Mapping[str, int]) -> As
     return found
 
 
+def assign_roundrobin(members: Sequence[Subscriber], counts: Mapping[str, int]) -> Assignment:
+    """Return the partitions of all topics dealt out in turn to the members that may have them."""
+    found: Assignment = {each.member_id: [] for each in members}
+    order = sorted(members, key=lambda each: (each.instance_id or each.member_id, each.member_id))
+    at = 0
+    for topic, count in sorted(counts.items()):
+        if not any(topic in each.topics for each in order):
+            continue
+        for number in range(count):
+            while topic not in order[at % len(order)].topics:
+                at += 1
+            found[order[at % len(order)].member_id].append(TopicPartition(topic, number))
+            at += 1
+    return found
+
+
+def assign_sticky(members: Sequence[Subscriber], counts: Mapping[str, int]) -> Assignment:
+    """Return a balanced assignment in which members get back what they had (KIP-54)."""
+    return _sticky(members, counts, _owners(members, counts))
+
+
 def assign_cooperative(members: Sequence[Subscriber], counts: Mapping[str, int]) -> Assignment:
     """Return the sticky assignment without the partitions that their owners have to give up."""
     owners = _owners(members, counts)
     found = _sticky(members, counts, owners)
     return {
-        name: sorted(place for place in places if owners.get(place, name) == name)
+        name: [place for place in places if owners.get(place, name) == name]
         for name, places in found.items()
     }
 
@@ -85,49 +111,22 @@ def _sticky(
     members: Sequence[Subscriber],
     counts: Mapping[str, int],
     owners: Mapping[TopicPartition, str],
-) -> dict[str, set[TopicPartition]]:
+) -> Assignment:
     """Return a balanced assignment in which members keep what they can."""
-    found: dict[str, set[TopicPartition]] = {each.member_id: set() for each in members}
-    takers: dict[str, list[str]] = {
-        topic: sorted(each.member_id for each in members if topic in each.topics)
-        for topic in counts
-    }
-
-    def least(topic: str) -> str:
-        return min(takers[topic], key=lambda name: (len(found[name]), name))
-
-    free: list[TopicPartition] = []
-    for topic, count in sorted(counts.items()):
-        for number in range(count) if takers[topic] else ():
-            place = TopicPartition(topic, number)
-            owner = owners.get(place)
-            if owner in takers[topic]:
-                found[owner].add(place)
-            else:
-                free.append(place)
-    for place in free:
-        found[least(place.topic)].add(place)
-    while _move_one(found, least):
-        pass
-    return found
-
-
-def _move_one(found: dict[str, set[TopicPartition]], least: Callable[[str], str]) -> bool:
-    """Move a partition from a member with the largest load that can give one to a member with at
-    least two fewer; return False if there is none.
-    """
-    for name in sorted(found, key=lambda each: (-len(found[each]), each)):
-        for place in sorted(found[name], reverse=True):
-            taker = least(place.topic)
-            if len(found[taker]) <= len(found[name]) - 2:
-                found[name].remove(place)
-                found[taker].add(place)
-                return True
-    return False
+    takers: dict[str, list[str]] = {topic: [] for topic in counts}
+    names = sorted(each.member_id for each in members)
+    topics = {each.member_id: each.topics for each in members}
+    for name in names:
+        for topic in topics[name]:
+            if topic in takers:
+                takers[topic].append(name)
+    return balanced(names, takers, counts, owners)
 
 
 #: Every assignor by its name.
 ASSIGNORS: Mapping[str, Callable[[Sequence[Subscriber], Mapping[str, int]], Assignment]] = {
     RANGE: assign_range,
+    ROUNDROBIN: assign_roundrobin,
+    STICKY: assign_sticky,
     COOPERATIVE_STICKY: assign_cooperative,
 }

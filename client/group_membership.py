@@ -30,7 +30,7 @@ from typing import Any
 
 from pk import errors
 from pk.backoff import Backoff, client_jitter
-from pk.client.assignors import ASSIGNORS, COOPERATIVE_STICKY, Subscriber
+from pk.client.assignors import ASSIGNORS, COOPERATIVE_STICKY, STICKY, Subscriber
 from pk.client.coordinator_calls import GROUP, CoordinatorCalls
 from pk.client.group_commits import GroupCommits, asked, topics_of
 from pk.client.group_types import AssignmentChange, ConsumerGroupMetadata
@@ -69,6 +69,7 @@ class GroupMembership:
         self._member_id = ""
         self._generation = NONE  #: the newest that a join returned
         self._completed = NONE  #: of joins: the last one with an assignment
+        self._previous: tuple[PartitionKey, ...] = ()  #: the assignment of that generation
         self._leads = False
         self._asking = False  #: a join is on its way
         self._joining = False  #: a join or a sync is on its way
@@ -248,6 +249,7 @@ class GroupMembership:
     def _forget(self) -> None:
         self._member_id, self._leads = "", False
         self._generation = self._completed = NONE
+        self._previous = ()
         self._rejoin, self._refusal = False, None
 
     async def _poll_awaited(self) -> None:
@@ -301,7 +303,7 @@ class GroupMembership:
             before = self.applied
             new = {place: key for place, key in owned.items() if before.get(place) != key}
             starts = await self._starts(new)
-            self._completed = joined.generation
+            self._completed, self._previous = joined.generation, tuple(owned.values())
             await self._apply(AssignmentChange(False, starts, owned, self._member()))
             if before.items() <= owned.items():
                 return
@@ -340,6 +342,7 @@ class GroupMembership:
                 topics=topics,
                 owned=topics_of(self.applied.values()),
                 owned_generation=self._completed,
+                previous=topics_of(self._previous if STICKY in options["assignors"] else ()),
             ),
         )
         self._asking = True
@@ -394,12 +397,13 @@ class GroupMembership:
         topics = self._cluster.metadata.topics
         known = {name: topics[name] for name in names if name in topics}
         self._shared = {each.topic_id: each.partitions for each in known.values()}
+        claims = "previous" if joined.assignor == STICKY else "owned"
         members = [
             Subscriber(
                 each.member_id,
                 frozenset(each.subscription.topics),
                 each.group_instance_id,
-                tuple(self._known(each.subscription.owned)),
+                tuple(self._known(getattr(each.subscription, claims))),
                 each.subscription.owned_generation,
             )
             for each in joined.members

@@ -454,7 +454,7 @@ CONSUMER = Options(
         Option("group_instance_id", str, "",
                "name of a static member, which restarts without a rebalance (KIP-345)"),
         Option("partition_assignment_strategy", str, "range,cooperative-sticky",
-               "range and cooperative-sticky, the preferred assignor first, separated by commas"),
+               "range, roundrobin, sticky, cooperative-sticky: the preferred assignor first"),
         Option("session_timeout_ms", int, 45_000,
                "the group removes a member that is not heard for this time", "ms", 1, INT32_MAX),
         Option("heartbeat_interval_ms", int, 3_000,

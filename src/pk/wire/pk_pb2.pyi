@@ -7219,7 +7219,9 @@ Global___TopicPartitions: _TypeAlias = TopicPartitions  # noqa: Y015
 
 @_typing.final
 class GroupSubscription(_message.Message):
-    """topics: names.  owned: what the member has since generation `owned_generation` (KIP-792); user_data: of the assignor"""
+    """topics: names.  owned: what the member has since generation `owned_generation` (KIP-792); user_data: of the assignor
+    previous: what an eager member had in that generation and has given up, for the sticky assignor (KIP-54)
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -7228,6 +7230,7 @@ class GroupSubscription(_message.Message):
     OWNED_GENERATION_FIELD_NUMBER: _builtins.int
     RACK_FIELD_NUMBER: _builtins.int
     USER_DATA_FIELD_NUMBER: _builtins.int
+    PREVIOUS_FIELD_NUMBER: _builtins.int
     owned_generation: _builtins.int
     rack: _builtins.str
     user_data: _builtins.bytes
@@ -7235,6 +7238,8 @@ class GroupSubscription(_message.Message):
     def topics(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def owned(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopicPartitions]: ...
+    @_builtins.property
+    def previous(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopicPartitions]: ...
     def __init__(
         self,
         *,
@@ -7243,10 +7248,11 @@ class GroupSubscription(_message.Message):
         owned_generation: _builtins.int = ...,
         rack: _builtins.str = ...,
         user_data: _builtins.bytes = ...,
+        previous: _abc.Iterable[Global___TopicPartitions] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["owned", b"owned", "owned_generation", b"owned_generation", "rack", b"rack", "topics", b"topics", "user_data", b"user_data"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["owned", b"owned", "owned_generation", b"owned_generation", "previous", b"previous", "rack", b"rack", "topics", b"topics", "user_data", b"user_data"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

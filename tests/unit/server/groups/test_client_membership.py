@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pk import errors
+from pk.client.assignors import ASSIGNORS
 from pk.client.group_membership import GroupMembership
 from pk.client.group_types import AssignmentChange, OffsetAndMetadata, OffsetsToCommit
 from pk.client.network_client import NetworkClient
@@ -89,7 +90,7 @@ def run_story(make_cluster: Any, story: Callable[[Any], Any]) -> None:
     cluster.do(whole())
 
 
-@pytest.mark.parametrize("assignor", ["range", "cooperative-sticky"])
+@pytest.mark.parametrize("assignor", sorted(ASSIGNORS))
 def test_members_share_a_topic_and_one_leaves(make_cluster: Any, assignor: str) -> None:
     async def story(cluster: Any) -> None:
         apps = [App(cluster, partition_assignment_strategy=assignor) for _ in range(2)]
@@ -113,6 +114,24 @@ def test_a_cooperative_member_gives_up_only_what_moves(make_cluster: Any) -> Non
         assert [change.lost for change in first.changes] == [False] * len(first.changes)
         await first.close()
         await second.close()
+
+    run_story(make_cluster, story)
+
+
+def test_sticky_members_get_back_what_they_had(make_cluster: Any) -> None:
+    """They give everything up before the join, and say what it was (KIP-54)."""
+
+    async def story(cluster: Any) -> None:
+        apps = [App(cluster, partition_assignment_strategy="sticky") for _ in range(2)]
+        await apps[0].until(lambda: [len(each.owned) for each in apps] == [2, 2])
+        before = [set(each.owned) for each in apps]
+        await cluster.create("u", 1)
+        apps[0].member.subscribe(["t", "u"], None)
+        await apps[0].until(lambda: [len(each.owned) for each in apps] == [3, 2])
+        assert [set(each.owned) & set(T) for each in apps] == before
+        assert any(change.owned == () for change in apps[0].changes)
+        for each in apps:
+            await each.close()
 
     run_story(make_cluster, story)
 
