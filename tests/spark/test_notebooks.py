@@ -22,6 +22,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "02_exactly_once": {"FLIGHTS": 1_200, "BATCHES": 3},
     "03_topic_as_table": {"FLIGHTS": 2_000, "REPEATS": 1},
     "06_tuning_the_producer": {"RECORDS": 3_000, "RATE": 1_000, "SECONDS": 0.3},
+    "07_consumer_groups": {"RATE": 200, "SECONDS": 0.5},
 }
 
 
@@ -39,6 +40,8 @@ def run_cells(name: str, cells: list[dict[str, Any]], given: dict[str, Any]) -> 
                 variables.update(given)
                 changed = True
     finally:
+        for process in variables.get("members", {}).values():
+            process.kill()
         for each in list(variables.values()):
             if isinstance(each, EmbeddedServer):
                 each.stop()
