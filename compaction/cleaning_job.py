@@ -74,6 +74,8 @@ class CleaningResult(NamedTuple):
     aborted: int
     tombstones: int
     without_key: int
+    #: one above the highest tombstone or marker that was dropped; 0 = none (log/forgotten)
+    forgotten_end: Offset = 0
 
 
 def make_job(
@@ -122,7 +124,7 @@ def make_job(
 def swap_of(job: CleaningJob, result: CleaningResult) -> Swap:
     """Return the swap that puts the segments of a cleaning in place."""
     replacements = tuple(Replacement(each[0], tuple(each[1])) for each in result.segments)
-    return Swap(result.end, job.tail, replacements)
+    return Swap(result.end, job.tail, replacements, result.forgotten_end)
 
 
 def job_to_json(job: CleaningJob) -> str:

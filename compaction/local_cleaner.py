@@ -198,6 +198,7 @@ class _Rewriting:
         self._leader_epoch = NONE  #: of the last batch that was read
         self._dropped = np.zeros(4, np.int64)
         self._read = self._written = 0
+        self._forgotten_end: Offset = 0
         self._found: list[CleanedSegment] = []
 
     def run(self) -> CleaningResult:
@@ -214,7 +215,7 @@ class _Rewriting:
         without_key, aborted_rows, superseded, tombstones = self._dropped.tolist()
         return CleaningResult(
             self._job.cleaning.end, self._found, self._read, self._written, len(self._map),
-            superseded, aborted_rows, tombstones, without_key,
+            superseded, aborted_rows, tombstones, without_key, self._forgotten_end,
         )  # fmt: skip
 
     def _finish(self, out: _Output | None) -> None:
@@ -256,6 +257,12 @@ class _Rewriting:
             decoded.batches, markers, rows, tombstones, live, self._transactions, self._job.cleaning
         )
         kept.keep[needed] = True  # also if the core drops the marker
+        markers_dropped = (
+            header.next_offset
+            for header, keep in zip(block.headers, kept.keep.tolist(), strict=True)
+            if header.control and not keep
+        )
+        self._forgotten_end = max(self._forgotten_end, rows.forgotten_end, *markers_dropped)
         return kept
 
     def _epoch_starts(self, headers: Sequence[Header]) -> list[int]:

@@ -12,7 +12,17 @@ from typing import Any
 from crc32c import crc32c
 
 from pk import errors
-from pk.log import aborted, checkpoints, columns, control_rows, epochs, identity, index, swap
+from pk.log import (
+    aborted,
+    checkpoints,
+    columns,
+    control_rows,
+    epochs,
+    forgotten,
+    identity,
+    index,
+    swap,
+)
 from pk.log import batch as batches
 from pk.log.batch import HEADER_BYTES, Header
 from pk.log.damage import ReadAt
@@ -28,6 +38,7 @@ CHECKPOINTS = (
     LOG_STARTS,
     LOCAL_STARTS,
     swap.FILE,
+    forgotten.FILE,
     identity.PARTITION_FILE,
     identity.IDENTITIES,
 )
@@ -59,15 +70,10 @@ def dump(kind: str, read: ReadAt, size: int, *, records: bool = False) -> Iterat
             yield from _snapshot(raw)
         elif kind == epochs.FILE:
             yield from (entry._asdict() for entry in epochs.LeaderEpochs.decode(raw).entries)
+        elif kind == forgotten.FILE:
+            yield forgotten.decode(raw)._asdict()
         elif kind == swap.FILE:
-            found = swap.decode(raw)
-            yield {"cleaned_end": found.cleaned_end}
-            for each in found.replacements:
-                yield {
-                    "swap": found.tail,
-                    "base_offset": each.base_offset,
-                    "replaces": each.replaces,
-                }
+            yield from _swap(raw)
         elif kind == identity.PARTITION_FILE:
             yield _identity(identity.decode(raw, kind))
         elif kind == identity.IDENTITIES:
@@ -205,3 +211,10 @@ def _snapshot(raw: bytes) -> Iterator[Object]:
     for producer_id, producer in state.items():
         batches_known = [span._asdict() for span in producer.batches]
         yield {"producer_id": producer_id, **producer._asdict(), "batches": batches_known}
+
+
+def _swap(raw: bytes) -> Iterator[Object]:
+    found = swap.decode(raw)
+    yield {"cleaned_end": found.cleaned_end}
+    for each in found.replacements:
+        yield {"swap": found.tail, "base_offset": each.base_offset, "replaces": each.replaces}

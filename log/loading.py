@@ -36,12 +36,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pk import errors
-from pk.log import aborted, checkpoints, control_rows, index, producers, recovery, swap
+from pk.log import aborted, checkpoints, control_rows, forgotten, index, producers, recovery, swap
 from pk.log import epochs as leader_epochs
 from pk.log.batch import Header
 from pk.log.damage import Damage, is_torn
 from pk.log.damaged_ranges import FAR, bases_of, damaged_ranges
 from pk.log.epochs import LeaderEpochs
+from pk.log.forgotten import Forgotten
 from pk.log.index import Extent, SparseIndex
 from pk.log.plan import LogConfig
 from pk.log.producers import Producers
@@ -80,6 +81,7 @@ class Loaded:
     notes: list[str] = field(default_factory=list)
     created: bool = False  #: names may have changed since the directory was last synced
     cleaned_end: Offset = 0  #: every offset below was cleaned (log/swap.py)
+    forgotten: Forgotten = field(default_factory=Forgotten)
     blank: bool = False  #: the records and producers below the start are unknown (O2)
 
 
@@ -196,7 +198,11 @@ def _load(opening: Opening, log_start: Offset) -> Loaded:
     if loaded.epochs.truncate_end(active.written.next_offset):  # O4
         storage.replace_file(f"{path}/{leader_epochs.FILE}", loaded.epochs.encode())
     loaded.cleaned_end = min(cleaned_end, active.written.next_offset)
+    loaded.forgotten = forgotten.read(storage, path, cleaned_end)
     if loaded.cleaned_end < cleaned_end:  # log/swap W4
+        opening.note("W4", f"the log ends at {loaded.cleaned_end}, it was cleaned to {cleaned_end}")
+        loaded.forgotten = loaded.forgotten._replace(incomplete=True)
+        forgotten.write(storage, path, loaded.forgotten)
         swap.write(storage, path, Swap(loaded.cleaned_end))
     first = segments[0].base_offset
     if 0 < first == active.written.next_offset:

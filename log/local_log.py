@@ -10,7 +10,7 @@ The loop, the write lane and the readers share one `LocalLog`.  Each field has o
     synced_by_lane          write lane
     cuts, closed            write lane
     swapped, swaps          write lane; the loop empties `swapped` once the swap's job has ended
-    cleaned_end             write lane
+    cleaned_end, forgotten  write lane
 
 Invariants
   M1  `segments` is one immutable tuple, oldest first, never empty.  It is replaced as a whole, so
@@ -28,6 +28,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 
 from pk.log.damage import Damage
+from pk.log.forgotten import Forgotten
 from pk.log.index_cache import IndexCache
 from pk.log.plan import LogConfig
 from pk.log.segment import Segment
@@ -70,6 +71,7 @@ class LocalLog:
         self.swapped: Mapping[Segment, Segment | None] = {}
         self.swaps = 0  #: how often files were swapped: a read that began before is void (M4)
         self.cleaned_end: Offset = 0  #: every offset below was cleaned
+        self.forgotten = Forgotten()
         self.written_end: Offset = self.segments[-1].written.next_offset
         self.log_start = log_start
         #: How far the log is SYNCED by the write lane, and how far the loop knows it to be SYNCED.

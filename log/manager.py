@@ -491,28 +491,31 @@ class LogManager:
             await directory.disk.write(partial(log.truncate_to, offset))
 
     async def start_anew(
-        self, key: PartitionKey, offset: Offset, snapshot: bytes = b"", *, log_start: Offset
+        self,
+        key: PartitionKey,
+        offset: Offset,
+        snapshot: bytes = b"",
+        *,
+        log_start: Offset,
+        forgotten_end: Offset = 0,
     ) -> None:
         """Delete the local log and begin a new one at `offset` (rules R5, T4).  The records of
-        `[log_start, offset)` are in the tier.
+        `[log_start, offset)` are in the tier.  `forgotten_end`: see log/forgotten H3.
         """
         log, directory = self._logs[key]
         start = min(log_start, offset)
-        # otherwise the log would be blank (log/loading O2)
-        snapshot = snapshot or Producers().snapshot(offset)
-        lowered = min(start, log.local_log_start)
-        reset = partial(log.reset_to, offset, snapshot, log_start=start)
+        snapshot = snapshot or Producers().snapshot(offset)  # else it is blank (log/loading O2)
+        reset = partial(log.reset_to, log_start=start, forgotten_end=forgotten_end)
         async with self._checkpoints.reshaping(key):
             with directory.begins(key, offset):
                 directory.recovery_points[key] = 0  # in between there is no segment at all
-                await self._checkpoints.lower(directory, {key: lowered})
-                # the log may be opened there in between (log/loading O2)
-                if log.written_end < start:
+                await self._checkpoints.lower(directory, {key: min(start, log.local_log_start)})
+                if log.written_end < start:  # it may be opened in between (log/loading O2)
                     await directory.disk.write(partial(log.keep_snapshot, offset, snapshot))
                 # if the process dies in between, nothing lies below this offset either
                 with directory.moves({key: start}):
                     await self._checkpoints.write_log_starts(directory)
-                    await directory.disk.write(reset)
+                    await directory.disk.write(partial(reset, offset, snapshot))
         await self._checkpoints.write_log_starts(directory)
 
     async def reopen(self, key: PartitionKey) -> None:

@@ -115,7 +115,7 @@ class PartitionLog:
             synced_end=synced_end,
             cache=cache,
         )
-        self._local.cleaned_end = loaded.cleaned_end
+        self._local.cleaned_end, self._local.forgotten = loaded.cleaned_end, loaded.forgotten
         self._appender = LogAppender(self._local, loaded.epochs, loaded.producers)
         self._writer = LocalLogWriter(self._local, loaded.epochs, self._appender, loaded)
         self._reader = LocalLogReader(self._local, loaded.epochs)
@@ -388,10 +388,15 @@ class PartitionLog:
         self._writer.truncate_to(offset)
 
     def reset_to(
-        self, offset: Offset, snapshot: bytes = b"", *, log_start: Offset | None = None
+        self,
+        offset: Offset,
+        snapshot: bytes = b"",
+        *,
+        log_start: Offset | None = None,
+        forgotten_end: Offset = 0,
     ) -> None:
         """Drop everything and start at `offset`; see `LocalLogWriter.reset_to`."""
-        self._writer.reset_to(offset, snapshot, log_start=log_start)
+        self._writer.reset_to(offset, snapshot, log_start=log_start, forgotten_end=forgotten_end)
 
     def reopen(self, recovery_point: Offset) -> None:
         """Open a log again that a failed cut left half-way (`torn`)."""

@@ -3,7 +3,8 @@
 A cleaning (compaction/local_cleaner.py) writes its segments beside the log, under names with a
 tail: `00000000000000000000.log.<id>.cleaned`.  The write lane swaps them in one job:
 
-    1  every segment below the cleaned end is SYNCED, and the names of the written files are
+    1  SYNCED: the forgotten end (log/forgotten), every segment below the cleaned end, the names of
+       the written files
     2  the checkpoint names the new cleaned end and every segment of the swap, SYNCED: from here on
        the swap is decided
     3  readers see the new segments, under either name (log/local_log M4)
@@ -30,7 +31,8 @@ Rules
   W5  A power loss does not take a record for which a cleaning removed an older one: that record is
       SYNCED before the older one is removed (step 1), also if its segment stays as it is.
   W4  The cleaned end never exceeds the log end: an opening lowers it, SYNCED, before anything is
-      appended.  Every cut of the log reads the files back through an opening.
+      appended, and notes that the log is incomplete (log/forgotten).  Every cut of the log reads
+      the files back through an opening.
 """
 
 from __future__ import annotations
@@ -72,6 +74,9 @@ class Swap(NamedTuple):
     cleaned_end: Offset
     tail: str = ""
     replacements: tuple[Replacement, ...] = ()
+    #: one above the highest tombstone or marker that the cleaning removed; 0 = none.  It is stored
+    #: in a file of its own (log/forgotten H1).
+    forgotten_end: Offset = 0
 
 
 def tail_of(cleaning_id: str) -> str:

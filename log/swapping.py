@@ -41,6 +41,29 @@ class SegmentSwaps:
         return self._local.cleaned_end
 
     @property
+    def forgotten_end(self) -> Offset:
+        """One above the highest tombstone or marker that was removed (log/forgotten)."""
+        return self._local.forgotten.forgotten_end
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether the log was cut below its cleaned end, and so lacks records (log/forgotten)."""
+        return self._local.forgotten.incomplete
+
+    def hides_from(self, offset: Offset, forgotten_end: Offset | None) -> bool:
+        """Whether a replica whose log ends at `offset` would miss a removed tombstone or marker of
+        records that it has (rule C8).
+
+        forgotten_end: of that log; None = its build does not know, and only a log that ends where
+            this one begins has surely no such records
+        """
+        if offset >= self.forgotten_end:
+            return False
+        if forgotten_end is None:
+            return offset > self._local.first_offset
+        return forgotten_end < self.forgotten_end
+
+    @property
     def count(self) -> int:
         """How often segments were swapped.  A plan of retention that was made before is void."""
         return self._local.swaps

@@ -21,9 +21,11 @@ from typing import Protocol
 
 from pk import errors
 from pk.log import epochs as leader_epochs
+from pk.log import forgotten as cleaner_forgotten
 from pk.log import loading
 from pk.log import swap as cleaner_swap
 from pk.log.epochs import LeaderEpochs
+from pk.log.forgotten import Forgotten
 from pk.log.local_log import LocalLog, segment_at
 from pk.log.plan import AppendOp, EpochOp, RepairOp, RollOp, WritePlan
 from pk.log.producers import Producers
@@ -237,6 +239,11 @@ class LocalLogWriter:
             if segment.base_offset < swap.cleaned_end and not segment.dropped:
                 _sync_segment(self._storage, segment)
         self._storage.sync_dir(self._path)
+        forgotten = self._local.forgotten
+        end = max(forgotten.forgotten_end, swap.forgotten_end)
+        forgotten = forgotten._replace(forgotten_end=end, cleaned_end=swap.cleaned_end)
+        cleaner_forgotten.write(self._storage, self._path, forgotten)  # log/forgotten H1
+        self._local.forgotten = forgotten
         try:
             cleaner_swap.write(self._storage, self._path, swap)
         except errors.StorageFull:  # it may have been written; without it the log counts as dirty
@@ -295,11 +302,18 @@ class LocalLogWriter:
         self._reload(list(kept), offset)
 
     def reset_to(
-        self, offset: int, snapshot: bytes = b"", *, log_start: Offset | None = None
+        self,
+        offset: int,
+        snapshot: bytes = b"",
+        *,
+        log_start: Offset | None = None,
+        forgotten_end: Offset = 0,
     ) -> None:
         """Drop everything and begin at `offset` (rules R5, T4), with another replica's producer
         state if `snapshot` has one.  Nothing may be decided or queued meanwhile.  `log_start` never
         exceeds its target in between, because a checkpoint may be written at the same time.
+
+        forgotten_end: of the log that is copied (log/forgotten H3)
 
         A log that reaches `offset` must at no moment end below it, nor end there without the
         producers: the replica may be in the ISR, and may become leader after a crash.
@@ -326,6 +340,10 @@ class LocalLogWriter:
                 self._storage.remove(f"{self._path}/{file_name(at, SNAPSHOT)}")
         self._epochs.clear()
         self._reload([], offset)
+        forgotten = Forgotten(forgotten_end, self._local.cleaned_end)
+        if self._local.forgotten != forgotten:
+            cleaner_forgotten.write(self._storage, self._path, forgotten)
+            self._local.forgotten = forgotten
 
     def keep_snapshot(self, offset: int, snapshot: bytes) -> None:
         """Store another replica's producer state for a log that is about to begin at `offset`,
@@ -428,7 +446,7 @@ class LocalLogWriter:
         """Replace the state of the log by what was found in its files, all of it SYNCED."""
         self._decided.restart(loaded.producers, loaded.segments[-1])
         self._blank = loaded.blank
-        self._local.cleaned_end = loaded.cleaned_end
+        self._local.cleaned_end, self._local.forgotten = loaded.cleaned_end, loaded.forgotten
         # Count a second cut: a reader that began after the first one saw the old segments.
         self._local.replace_segments(loaded.segments)
         self._end = self._local.written_end

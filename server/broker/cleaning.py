@@ -13,8 +13,8 @@ Invariants
   K2  A cleaning is void, and its files are removed, if the log was cut, replaced, closed or lost a
       segment in the meantime, if it is late (compaction/retain: `deadline_ms`), or if a replica was
       added.
-  K3  Tombstones and markers age only in a log with one replica (C4): replicas do not report their
-      cleaned ends yet, so nothing is settled in other logs.
+  K3  Tombstones and markers age below the settled end (C4).  A leader knows it from the cleaned
+      ends that the followers report, and a follower from the leader.
   K4  A log that cannot be planned or cleaned (damage, a full disk, a key that is too large) is
       tried again after UNCLEANABLE_MS, and the other logs are cleaned.  It counts as uncleanable
       until then.  So does a log whose cleaned files would not leave the reserve of the disk (L16).
@@ -46,8 +46,6 @@ from pk.types import Offset, PartitionKey
 UNCLEANABLE_MS = 600_000
 #: Segments that are planned in one step of the event loop; a log counts as one more.
 STEP_SEGMENTS = 100
-#: The settled end of a log that has no other copy.
-_EVERYTHING = 2**62
 _NEVER = 2**63 - 1
 
 
@@ -186,8 +184,7 @@ class LogCleaner:
     def _settled_end(self, partition: Partition) -> Offset:
         """Return the offset below which every copy of the log is cleaned (C4, K3)."""
         leader = partition.leader
-        alone = leader is not None and tuple(leader.replicas) == (self._env.node_id,)
-        return _EVERYTHING if alone else 0
+        return partition.settled_end if leader is None else leader.settled_end
 
     async def _clean(self, cleaner: Cleaner, partition: Partition) -> bool:
         """Clean one log.  Returns False if the result is void: other work comes first then.
@@ -228,6 +225,10 @@ class LogCleaner:
         if not done:
             await self._discard(partition, tail)
             return False
+        if partition.replica is not None:
+            partition.replica.stored()  # reports the cleaned end, too
+        else:
+            partition.settled_end_moved()
         env.metrics.cleaned.labels("read").inc(result.bytes_read)
         env.metrics.cleaned.labels("written").inc(result.bytes_written)
         env.say(

@@ -45,6 +45,8 @@ class Position:
     end_offset: Offset  #: end of a bounded scan; 0 = none
     last_fetched_epoch: Epoch  #: checked once against the epoch cache; NONE = nothing to check
     log_start: Offset = 0  #: log start of a follower
+    cleaned_end: Offset = 0  #: of a follower: how far its log is cleaned
+    forgotten_end: Offset | None = None  #: of a follower (rule C8); None = its build has none
     announce: bool = True  #: the reader does not know the partition's bounds yet
     arriving: bool = True  #: nothing read since it was set: the first batch is verified
     available: int = 0  #: bytes below the bound at the last `weigh`
@@ -115,6 +117,8 @@ class FetchSession:
             end_offset=item.end_offset,
             last_fetched_epoch=item.last_fetched_epoch,
             log_start=item.log_start,
+            cleaned_end=item.cleaned_end,
+            forgotten_end=item.forgotten_end if item.HasField("forgotten_end") else None,
         )
 
     # -- the partition speaks --------------------------------------------------------------------

@@ -13,6 +13,8 @@ Invariants
       end than a returning replica now has.  The log of the replica is then compared only after
       the controller has decided the change (R2).
   F2  A replica learns of a new high watermark within TELL_MS, with data or without.
+  F4  Before its first read a replica is also checked for records whose tombstones the leader no
+      longer has (rule C8); such a replica gets START_AT.
   F3  If retention removes records that a replica still has to fetch, for example while the replica
       is filled, the leader answers it with START_AT (R5).
 """
@@ -39,8 +41,9 @@ from pk.wire import pk_pb2 as wire
 TELL_MS = 20
 
 
-#: High watermark, log start, and the offset below which local segments may be dropped.
-_Marks = tuple[Offset, Offset, Offset]
+#: High watermark, log start, the offset below which local segments may be dropped, and the settled
+#: end.
+_Marks = tuple[Offset, Offset, Offset, Offset]
 
 
 #: Leader epoch of the log, and its local start at that time.
@@ -49,7 +52,7 @@ _Asked = tuple[Leader, Offset]
 
 def _marks(partition: Partition) -> _Marks:
     log = partition.log
-    return partition.high_watermark, log.log_start, log.droppable_end
+    return partition.high_watermark, log.log_start, log.droppable_end, partition.settled_end
 
 
 class FollowerStream(Protocol):
@@ -116,13 +119,14 @@ class ReplicaEnd:
             position, asked = self._compared.get(key), self._stream.position(key)
             if asked is not None and asked is not position:
                 if asked.position_id == item.position_id:  # counts once the logs are compared
-                    asked.log_start = item.log_start
+                    asked.log_start, asked.cleaned_end = item.log_start, item.cleaned_end
             elif (
                 position is not None
                 and position.position_id == item.position_id
                 and self._broker_epoch_of(key) == self.broker_epoch
             ):
-                self._confirm(key, position, item.log_end, item.log_start)
+                position.log_start, position.cleaned_end = item.log_start, item.cleaned_end
+                self._confirm(key, position, item.log_end)
 
     def full(self, request: wire.FetchRequest) -> None:
         """Let replicas with full disks leave the ISR: they would hold the watermark back (L16).
@@ -170,9 +174,7 @@ class ReplicaEnd:
         leader = None if partition is None else partition.leader
         return NONE if leader is None else leader.broker_epoch_of(self.replica)
 
-    def _confirm(
-        self, key: PartitionKey, position: Position, end: Offset, log_start: Offset
-    ) -> None:
+    def _confirm(self, key: PartitionKey, position: Position, end: Offset) -> None:
         partition = self._partitions.get(key)
         leader = None if partition is None else partition.leader
         if partition is None or leader is None or leader.leader_epoch != position.leader_epoch:
@@ -181,11 +183,13 @@ class ReplicaEnd:
             return
         try:
             moved = leader.on_follower_end(
-                self.replica, end, self._env.now_ms, self.broker_epoch, log_start
+                self.replica, end, self._env.now_ms, self.broker_epoch, position.log_start
             )
         except errors.PkError as error:
             self._env.metrics.refused(error)
             return
+        if leader.on_follower_cleaned(self.replica, position.cleaned_end):
+            partition.settled_end_moved()
         if moved:
             partition.watermark_moved()
         partition.complete_deletions()
@@ -236,7 +240,7 @@ class ReplicaEnd:
             raise errors.NotLeaderOrFollower(f"{partition}: the logs must be compared again")
         if not compared or position.next_offset < partition.log.first_offset:  # F3
             divergence = partition.find_divergence(
-                position.last_fetched_epoch, position.next_offset
+                position.last_fetched_epoch, position.next_offset, position.forgotten_end
             )
             if isinstance(divergence, StartAt):
                 position.cold = True
@@ -254,7 +258,7 @@ class ReplicaEnd:
             if leader.counts_on(self.replica, position.next_offset):
                 raise errors.NotLeaderOrFollower(f"{partition}: an ISR change is pending")
             self._compared[position.key] = position
-            self._confirm(position.key, position, position.next_offset, position.log_start)
+            self._confirm(position.key, position, position.next_offset)
         if position.next_offset < leader.log_end:
             return partition, leader.log_end
         if position.announce or self._told.get(position.key) != _marks(partition):
@@ -267,6 +271,7 @@ class ReplicaEnd:
         log = partition.log
         entry.local_log_start = log.local_log_start
         entry.droppable_end = log.droppable_end
+        entry.settled_end = partition.settled_end
         self._told[partition.key] = _marks(partition)
 
     async def _read_start(
@@ -285,4 +290,5 @@ class ReplicaEnd:
         entry = self._stream.entry(reply, position, partition)
         entry.start_at.local_log_start = offset
         entry.start_at.producer_snapshot = snapshot
+        entry.start_at.forgotten_end = partition.log.cleaned.forgotten_end
         await self._stream.answer(position, reply)

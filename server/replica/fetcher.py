@@ -193,7 +193,7 @@ class ReplicaFetcher:
         replica.placed = False
         await self._owner.wait_until_idle(replica.partition)
         if replica.current and not replica.placed and self._may_fetch(replica):
-            if replica.partition.log.blank:
+            if replica.partition.log.blank or self._incomplete(replica):
                 if replica.key not in self._owner.changing:
                     self._change(replica, self._begin_blank(replica))
                 return
@@ -204,6 +204,16 @@ class ReplicaFetcher:
             self._confirm.pop(replica.key, None)
             self._positions.append(replica)
             self._wake.set()
+
+    def _incomplete(self, replica: PartitionFetchState) -> bool:
+        """Whether the log lacks records, so that it must be copied again (rule C8).
+
+        A member of the ISR has what was committed, as far as its cluster still has it.
+        """
+        if not replica.partition.log.cleaned.incomplete:
+            return False
+        state = self._metadata.image.partition(replica.key)
+        return state is not None and self._env.node_id not in state.isr
 
     def _may_fetch(self, replica: PartitionFetchState) -> bool:
         return not replica.copying or self._turns.take(replica.key)
@@ -344,6 +354,7 @@ class ReplicaFetcher:
                     position_id=replica.position_id,
                     log_end=_kept_end(replica.partition),
                     log_start=replica.partition.log.log_start,
+                    cleaned_end=replica.partition.log.cleaned.end,
                 )
         return request
 
@@ -365,6 +376,8 @@ class ReplicaFetcher:
             last_fetched_epoch=log.epochs.epoch_of(end - 1) if end > 0 else NONE,
             log_start=log.log_start,
             partition_max_bytes=self._partition_bytes,
+            cleaned_end=log.cleaned.end,
+            forgotten_end=log.cleaned.forgotten_end,
         )
 
     async def _sync(self, replica: PartitionFetchState) -> None:
@@ -435,6 +448,7 @@ class ReplicaFetcher:
         partition.update_high_watermark(entry.high_watermark)
         replica.log_start = entry.log_start
         partition.update_retention(entry.log_start, entry.tiered_end, entry.droppable_end)
+        partition.leader_settled_end = entry.settled_end
         if partition.log.log_end >= entry.high_watermark:
             self.copied(replica)
 
@@ -476,7 +490,7 @@ class ReplicaFetcher:
         await partition.writer.settled(partition)
         if not replica.current:
             return
-        known = partition.high_watermark
+        known = max(partition.high_watermark, log.cleaned.end)  # only committed records are cleaned
         try:
             cut = follower.cut_at(
                 theirs,
@@ -495,6 +509,9 @@ class ReplicaFetcher:
         if cut.below_watermark:
             env.metrics.committed_cut.inc(known - cut.offset)
             env.warn("committed_records_cut", high_watermark=known, **facts)
+        if cut.offset < log.cleaned.end:  # C8: a cleaning removed records in favour of those
+            await self._begin(replica, 0, b"", 0)
+            return
         partition.cut_watermark(cut.offset)
         await self._logs.cut(partition.key, cut.offset)
 
@@ -508,13 +525,19 @@ class ReplicaFetcher:
             return
         offset, known = told.local_log_start, partition.high_watermark
         try:
-            follower.check_start(offset, high_watermark=known, unclean=_given_up(replica, known))
+            follower.check_start(
+                offset,
+                high_watermark=known,
+                unclean=_given_up(replica, known),
+                forgotten=partition.log.log_end < told.forgotten_end,
+            )
         except errors.LogTruncated as refusal:
             _refused(env, partition, refusal)
             return
         if known > offset:
             env.metrics.committed_cut.inc(known - offset)
-        await self._begin(replica, offset, told.producer_snapshot, log_start)
+        forgotten_end = told.forgotten_end
+        await self._begin(replica, offset, told.producer_snapshot, log_start, forgotten_end)
 
     async def _begin_blank(self, replica: PartitionFetchState) -> None:
         """Start a blank log as a new replica, which takes the producers' state from its leader.
@@ -525,7 +548,12 @@ class ReplicaFetcher:
             await self._begin(replica, 0, b"", 0)
 
     async def _begin(
-        self, replica: PartitionFetchState, offset: Offset, snapshot: bytes, log_start: Offset
+        self,
+        replica: PartitionFetchState,
+        offset: Offset,
+        snapshot: bytes,
+        log_start: Offset,
+        forgotten_end: Offset = 0,
     ) -> None:
         partition, log, env = replica.partition, replica.partition.log, self._env
         env.metrics.starts_anew.inc()
@@ -536,7 +564,9 @@ class ReplicaFetcher:
         }
         env.warn("log_begun_anew", partition=str(partition), **facts)
         partition.cut_watermark(0)
-        await self._logs.start_anew(partition.key, offset, snapshot, log_start=log_start)
+        await self._logs.start_anew(
+            partition.key, offset, snapshot, log_start=log_start, forgotten_end=forgotten_end
+        )
 
 
 def _given_up(replica: PartitionFetchState, known: Offset) -> bool:

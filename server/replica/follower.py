@@ -13,7 +13,8 @@ Invariants
       of rounds is finite.
   F3  A follower does not replace its log with one that starts below the committed high watermark
       either.  A cleanly elected leader has every committed record from its first segment on, so a
-      leader that answers otherwise has lost records (rules R4, R5).
+      leader that answers otherwise has lost records (rules R4, R5).  A log that ends below the
+      leader's forgotten end is an exception: it is copied again (rule C8).
 """
 
 from __future__ import annotations
@@ -58,14 +59,17 @@ def cut_at(
     return Cut(target, committed)
 
 
-def check_start(offset: Offset, *, high_watermark: Offset, unclean: bool) -> None:
+def check_start(
+    offset: Offset, *, high_watermark: Offset, unclean: bool, forgotten: bool = False
+) -> None:
     """Check that a follower may drop its log and start at `offset`, where its leader's log starts.
 
     For a follower that has fallen behind, the log's end and the high watermark are below `offset`;
-    the records that it drops are in the tier, or deleted (rule R5).  Raises `LogTruncated` if the
-    high watermark is above `offset` (F3).
+    the records that it drops are in the tier, or deleted (rule R5).  `forgotten`: the leader has
+    removed tombstones above the log's end, and has every committed record itself (C8).  Raises
+    `LogTruncated` if the high watermark is above `offset` (F3).
     """
-    if offset < high_watermark and not unclean:
+    if offset < high_watermark and not unclean and not forgotten:
         raise errors.LogTruncated(
             f"the leader's log starts at {offset}, and this log would begin again there, below the "
             f"committed high watermark {high_watermark}; no unclean election explains that",

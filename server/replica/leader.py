@@ -27,12 +27,16 @@ from pk.types import NONE, Epoch, NodeId, Offset
 
 ACKS_ALL = -1
 
+#: The settled end of a log that has no other copy.
+EVERYTHING: Offset = 2**62
+
 
 class Leader:
     """One partition in one leader epoch.  A new epoch is a new `Leader`."""
 
     __slots__ = (
         "_adding",
+        "_cleaned_ends",
         "_flush_on_ack",
         "_followers",
         "_pending",
@@ -86,6 +90,8 @@ class Leader:
         self._positions: dict[NodeId, tuple[int, int]] = {}
         #: the ISR that was proposed and is not committed yet (rule R2); empty = none
         self._pending: tuple[NodeId, ...] = ()
+        #: how far each follower has cleaned its log, as reported in this epoch (rule C4)
+        self._cleaned_ends: dict[NodeId, Offset] = {}
         self._move()
 
     # -- what others ask -------------------------------------------------------------------------
@@ -175,6 +181,20 @@ class Leader:
             raise errors.OffsetOutOfRange(f"offset {end} is above the log end {self._written_end}")
         self._followers.fetched(replica, end, self._written_end, now_ms, broker_epoch, log_start)
         return self._move()
+
+    def on_follower_cleaned(self, replica: NodeId, cleaned_end: Offset) -> bool:
+        """Note how far `replica` has cleaned its log.  True if `settled_end` changed."""
+        before = self.settled_end
+        self._cleaned_ends[replica] = cleaned_end
+        return self.settled_end != before
+
+    @property
+    def settled_end(self) -> Offset:
+        """Return the lowest cleaned end of the other assigned replicas (rule C4); EVERYTHING if
+        there is none.  A replica that reported nothing in this epoch counts as 0.
+        """
+        others = (self._cleaned_ends.get(e, 0) for e in self.replicas if e != self.node_id)
+        return min(others, default=EVERYTHING)
 
     def low_watermark(self, log_start: Offset) -> Offset:
         """Return the smallest log start of the replicas that may lead next (KIP-107, rule T9).
@@ -286,6 +306,7 @@ class Leader:
                 self._followers.forget(member)
         self.isr = tuple(isr)
         self.replicas = tuple(replicas)
+        self._cleaned_ends = {e: at for e, at in self._cleaned_ends.items() if e in replicas}
         self._adding = len(adding)
         self._pending = ()
         return self._move()

@@ -27,7 +27,7 @@ from typing import Any
 from pk import errors
 from pk.log import batch as batches
 from pk.log.batch import Header
-from pk.log.divergence import Divergence, find_divergence, reader_divergence
+from pk.log.divergence import Divergence, StartAt, find_divergence, reader_divergence
 from pk.log.partition_log import PartitionLog
 from pk.log.plan import Completion, Duplicate, Now
 from pk.log.storage import Buffer
@@ -79,6 +79,7 @@ class Partition:
         #: the high watermark as the leader last reported it, or as this replica knew it as leader
         self._leader_watermark: Offset = 0
         self.leader_log_start: Offset = 0  #: as last reported by the leader, or by the tier's table
+        self.leader_settled_end: Offset = 0  #: as last reported by the leader (rule C4)
         self._deletions = Deletions()
         self._inflight: deque[DelayedProduce] = deque()
         self._plan: Any = None
@@ -162,6 +163,18 @@ class Partition:
     def tiered_end(self) -> Offset:
         """The offset up to which the tier is known to cover the log; NONE without a tier."""
         return self.log.tiered_end if self.tiered else NONE
+
+    @property
+    def settled_end(self) -> Offset:
+        """The offset up to which every assigned replica is known to be cleaned (rule C4)."""
+        if self.leader is None or not self.log.config.compacted:
+            return self.leader_settled_end
+        return min(self.leader.settled_end, self.log.cleaned.end)
+
+    def settled_end_moved(self) -> None:
+        """Tell the followers a new settled end."""
+        for follower in list(self._followers):
+            follower.watermark_moved(self.key)
 
     def bound(self, isolation: int) -> Offset:
         """How far a reader may see (H3)."""
@@ -547,6 +560,7 @@ class Partition:
         self.tier = known_below(offset, self.log, self.tier)
         self._leader_watermark = min(self._leader_watermark, offset)
         self.leader_log_start = min(self.leader_log_start, offset)
+        self.leader_settled_end = min(self.leader_settled_end, offset)
 
     # -- readers ---------------------------------------------------------------------------------
 
@@ -572,10 +586,15 @@ class Partition:
         found = reader_divergence(log.epochs, log.written_end, last_fetched_epoch, offset)
         return None if found is None else wire.EpochEnd(**found._asdict())
 
-    def find_divergence(self, last_epoch: Epoch, offset: Offset) -> Divergence | None:
+    def find_divergence(
+        self, last_epoch: Epoch, offset: Offset, forgotten_end: Offset | None
+    ) -> Divergence | None:
         """Return where this log diverges from a follower's log; None = nowhere.
 
-        The follower's log ends at `offset`, and its last record has `last_epoch`.
+        The follower's log ends at `offset`, and its last record has `last_epoch`.  C8 also counts.
         """
-        log = self.log
-        return find_divergence(log.epochs, log.first_offset, log.written_end, last_epoch, offset)
+        log, first = self.log, self.log.first_offset
+        found = find_divergence(log.epochs, first, log.written_end, last_epoch, offset)
+        if found is None and log.cleaned.hides_from(offset, forgotten_end):
+            return StartAt(first)
+        return found

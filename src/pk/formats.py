@@ -56,6 +56,7 @@ FORMATS = (
     KnownFormat("clock-checkpoint", *_CHECKPOINT),
     KnownFormat("leader-epoch-checkpoint", *_CHECKPOINT),
     KnownFormat("cleaner-offset-checkpoint", *_CHECKPOINT),
+    KnownFormat("forgotten-offset-checkpoint", *_CHECKPOINT),
     KnownFormat(".snapshot", "pk.log.producers:VERSION",
                 "pk.log.producers:Producers.from_snapshot"),
     KnownFormat(".txnindex", "pk.log.aborted:VERSION", "pk.log.aborted:decode"),

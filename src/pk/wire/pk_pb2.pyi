@@ -2402,6 +2402,8 @@ class FetchPosition(_message.Message):
     PARTITION_MAX_BYTES_FIELD_NUMBER: _builtins.int
     POSITION_ID_FIELD_NUMBER: _builtins.int
     END_OFFSET_FIELD_NUMBER: _builtins.int
+    CLEANED_END_FIELD_NUMBER: _builtins.int
+    FORGOTTEN_END_FIELD_NUMBER: _builtins.int
     topic_id: _builtins.str
     partition: _builtins.int
     current_leader_epoch: _builtins.int
@@ -2413,6 +2415,9 @@ class FetchPosition(_message.Message):
     """chosen by the reader; echoed; a frame of an older one is dropped by the reader"""
     end_offset: _builtins.int
     """stop there (0 = none): a bounded scan"""
+    cleaned_end: _builtins.int
+    """of followers (C4, C8): how far the log is cleaned, and the forgotten end; absent = a build that does not know it"""
+    forgotten_end: _builtins.int
     def __init__(
         self,
         *,
@@ -2425,12 +2430,16 @@ class FetchPosition(_message.Message):
         partition_max_bytes: _builtins.int = ...,
         position_id: _builtins.int = ...,
         end_offset: _builtins.int = ...,
+        cleaned_end: _builtins.int = ...,
+        forgotten_end: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_forgotten_end", b"_forgotten_end", "forgotten_end", b"forgotten_end"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["current_leader_epoch", b"current_leader_epoch", "end_offset", b"end_offset", "fetch_offset", b"fetch_offset", "last_fetched_epoch", b"last_fetched_epoch", "log_start", b"log_start", "partition", b"partition", "partition_max_bytes", b"partition_max_bytes", "position_id", b"position_id", "topic_id", b"topic_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_forgotten_end", b"_forgotten_end", "cleaned_end", b"cleaned_end", "current_leader_epoch", b"current_leader_epoch", "end_offset", b"end_offset", "fetch_offset", b"fetch_offset", "forgotten_end", b"forgotten_end", "last_fetched_epoch", b"last_fetched_epoch", "log_start", b"log_start", "partition", b"partition", "partition_max_bytes", b"partition_max_bytes", "position_id", b"position_id", "topic_id", b"topic_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__forgotten_end: _TypeAlias = _typing.Literal["forgotten_end"]  # noqa: Y015
+    _WhichOneofArgType__forgotten_end: _TypeAlias = _typing.Literal["_forgotten_end", b"_forgotten_end"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__forgotten_end) -> _WhichOneofReturnType__forgotten_end | None: ...
 
 Global___FetchPosition: _TypeAlias = FetchPosition  # noqa: Y015
 
@@ -2554,11 +2563,13 @@ class ReplicaEnd(_message.Message):
     POSITION_ID_FIELD_NUMBER: _builtins.int
     LOG_END_FIELD_NUMBER: _builtins.int
     LOG_START_FIELD_NUMBER: _builtins.int
+    CLEANED_END_FIELD_NUMBER: _builtins.int
     topic_id: _builtins.str
     partition: _builtins.int
     position_id: _builtins.int
     log_end: _builtins.int
     log_start: _builtins.int
+    cleaned_end: _builtins.int
     def __init__(
         self,
         *,
@@ -2567,10 +2578,11 @@ class ReplicaEnd(_message.Message):
         position_id: _builtins.int = ...,
         log_end: _builtins.int = ...,
         log_start: _builtins.int = ...,
+        cleaned_end: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["log_end", b"log_end", "log_start", b"log_start", "partition", b"partition", "position_id", b"position_id", "topic_id", b"topic_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cleaned_end", b"cleaned_end", "log_end", b"log_end", "log_start", b"log_start", "partition", b"partition", "position_id", b"position_id", "topic_id", b"topic_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2653,9 +2665,12 @@ class StartAt(_message.Message):
     EPOCHS_FIELD_NUMBER: _builtins.int
     PRODUCER_SNAPSHOT_FIELD_NUMBER: _builtins.int
     ABORTED_INDEX_FIELD_NUMBER: _builtins.int
+    FORGOTTEN_END_FIELD_NUMBER: _builtins.int
     local_log_start: _builtins.int
     producer_snapshot: _builtins.bytes
     aborted_index: _builtins.bytes
+    forgotten_end: _builtins.int
+    """of the leader's log (C8)"""
     @_builtins.property
     def epochs(self) -> _containers.RepeatedCompositeFieldContainer[Global___EpochStart]: ...
     def __init__(
@@ -2665,10 +2680,11 @@ class StartAt(_message.Message):
         epochs: _abc.Iterable[Global___EpochStart] | None = ...,
         producer_snapshot: _builtins.bytes = ...,
         aborted_index: _builtins.bytes = ...,
+        forgotten_end: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted_index", b"aborted_index", "epochs", b"epochs", "local_log_start", b"local_log_start", "producer_snapshot", b"producer_snapshot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted_index", b"aborted_index", "epochs", b"epochs", "forgotten_end", b"forgotten_end", "local_log_start", b"local_log_start", "producer_snapshot", b"producer_snapshot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2696,6 +2712,7 @@ class FetchedPartition(_message.Message):
     COLD_FIELD_NUMBER: _builtins.int
     LOCAL_LOG_START_FIELD_NUMBER: _builtins.int
     DROPPABLE_END_FIELD_NUMBER: _builtins.int
+    SETTLED_END_FIELD_NUMBER: _builtins.int
     topic_id: _builtins.str
     partition: _builtins.int
     position_id: _builtins.int
@@ -2712,6 +2729,8 @@ class FetchedPartition(_message.Message):
     local_log_start: _builtins.int
     """to followers (R5): the leader's own retention, so that each applies it itself"""
     droppable_end: _builtins.int
+    settled_end: _builtins.int
+    """to followers: every replica is cleaned up to there (C4)"""
     @_builtins.property
     def error(self) -> Global___Error: ...
     @_builtins.property
@@ -2741,10 +2760,11 @@ class FetchedPartition(_message.Message):
         cold: _builtins.bool = ...,
         local_log_start: _builtins.int = ...,
         droppable_end: _builtins.int = ...,
+        settled_end: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["diverging", b"diverging", "error", b"error", "start_at", b"start_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "cold", b"cold", "diverging", b"diverging", "droppable_end", b"droppable_end", "error", b"error", "high_watermark", b"high_watermark", "last_stable_offset", b"last_stable_offset", "leader_epoch", b"leader_epoch", "leader_hint", b"leader_hint", "local_log_start", b"local_log_start", "log_start", b"log_start", "next_offset", b"next_offset", "partition", b"partition", "payload_bytes", b"payload_bytes", "position_id", b"position_id", "start_at", b"start_at", "tiered_end", b"tiered_end", "topic_id", b"topic_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "cold", b"cold", "diverging", b"diverging", "droppable_end", b"droppable_end", "error", b"error", "high_watermark", b"high_watermark", "last_stable_offset", b"last_stable_offset", "leader_epoch", b"leader_epoch", "leader_hint", b"leader_hint", "local_log_start", b"local_log_start", "log_start", b"log_start", "next_offset", b"next_offset", "partition", b"partition", "payload_bytes", b"payload_bytes", "position_id", b"position_id", "settled_end", b"settled_end", "start_at", b"start_at", "tiered_end", b"tiered_end", "topic_id", b"topic_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

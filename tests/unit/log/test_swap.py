@@ -94,17 +94,25 @@ def test_a_crash_at_any_point_leaves_the_old_log_or_the_new_one(power: bool) -> 
     assert point > 20
 
 
+def decided() -> tuple[CleanedLog, CleaningResult]:
+    """A log whose process died once the checkpoint named the swap."""
+    for at in range(100):
+        log, job, result = written()
+        log.log.flush()
+        log.storage.crash_at = at
+        with pytest.raises(Crashed):
+            log.put_in_place(job, result)
+        log.storage.crash()
+        if swap.read(log.storage, PATH).replacements:
+            return log, result
+    raise AssertionError("no swap was decided")
+
+
 def test_a_crash_while_an_opening_finishes_the_swap() -> None:
     """log/swap W1: the repetition is interrupted, too, again and again."""
     done, point = False, 0
     while not done:
-        log, job, result = written()
-        log.log.flush()
-        log.storage.crash_at = 8  # the checkpoint is written
-        with pytest.raises(Crashed):
-            log.put_in_place(job, result)
-        log.storage.crash()
-        assert swap.read(log.storage, PATH).replacements
+        log, result = decided()
         log.storage.crash_at = point
         try:
             log.reopen()

@@ -130,7 +130,7 @@ def test_an_old_record_is_cleaned_although_the_log_is_clean(
     rig.run(story)
 
 
-def test_tombstones_age_only_in_a_log_with_one_replica(
+def test_tombstones_age_below_the_cleaned_ends_of_all_replicas(
     rig: Any, kit: Any, cleaner: LogCleaner, mine: InProcessCleaner
 ) -> None:
     """broker/cleaning K3: another replica may have an older record."""
@@ -144,8 +144,27 @@ def test_tombstones_age_only_in_a_log_with_one_replica(
         await alone.writer.settled(alone)
         assert await cleaner.clean_one(mine)
         assert mine.jobs[-1].cleaning.settled_end > alone.log.log_end
-        rig.lead(alone, 1, replicas=(1, 2), partition_epoch=1)
+        rig.lead(alone, 1, replicas=(1, 2, 3), partition_epoch=1)
+        leader = alone.leader
+        assert leader is not None
+        for replica, cleaned_end, settled_end in ((2, 9, 0), (3, 7, 7), (3, 12, 9), (2, 0, 0)):
+            leader.on_follower_cleaned(replica, cleaned_end)
+            assert cleaner._settled_end(alone) == settled_end
+        leader.on_follower_cleaned(2, 50)
+        leader.on_follower_cleaned(3, 50)
+        assert cleaner._settled_end(alone) == 50
+        assert alone.settled_end == alone.log.cleaned.end < 50  # for followers
+        rig.lead(alone, 1, replicas=(1, 2, 3, 4), partition_epoch=2)
         assert cleaner._settled_end(alone) == 0
+        rig.lead(alone, 2, replicas=(1, 2, 3), partition_epoch=3)
+        assert cleaner._settled_end(alone) == 0
+        alone.step_down(2)
+        assert cleaner._settled_end(alone) == 0
+        alone.leader_settled_end = 8
+        assert cleaner._settled_end(alone) == 8
+        alone.cut_watermark(3)
+        assert cleaner._settled_end(alone) == 3
+        rig.core.partitions.clear()
 
     rig.run(story)
 
