@@ -59,6 +59,8 @@ EXPIRE_GROUPS = 100
 BACKOFF_MS = (50, 2_000)
 #: How long a request waits for the metadata that its client knows.
 METADATA_WAIT_MS = 3_000
+#: How long a commit is parked.
+REGISTER_MS = 10_000
 MINUTE_MS = 60_000
 
 
@@ -464,7 +466,7 @@ class GroupCoordinators:
         parked = hosted.parked.setdefault(group_id, Counter())
         parked.update(places)
         try:
-            await register(hosted.key)
+            await _registered(register(hosted.key))
             if self._serving(group_id) is not hosted:
                 raise errors.NotCoordinator(f"the leader epoch of {hosted.key} ended meanwhile")
             command = commands.CommitTransactionOffsets(request, self._metadata.image)
@@ -540,6 +542,17 @@ class GroupCoordinators:
         command = commands.DeleteOffsets(request, self._metadata.image)
         reply: wire.DeleteOffsetsReply = await self._ask(hosted, command)
         return reply
+
+
+async def _registered(asked: Awaitable[None]) -> None:
+    """Wait until a partition is one of a transaction, for REGISTER_MS."""
+    try:
+        async with asyncio.timeout(REGISTER_MS / 1000):
+            await asked
+    except TimeoutError:
+        raise errors.CoordinatorUnavailable(
+            "the transaction's coordinator did not answer in time"
+        ) from None
 
 
 def _check_count(count: int) -> None:

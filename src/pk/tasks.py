@@ -10,7 +10,9 @@ a set, which follows memory addresses and not the seed of a simulation.
 
 Invariants
   B1  tasks are cancelled, and waited for, in the order in which they were started
-  B2  a name belongs to at most one task; a cancelled task gives up its name at once
+  B2  a name belongs to at most one task; a task that has ended, or is cancelled, gives up its name
+      at once.  The loop reports the end later: code that runs between would take the task for
+      running, and leave its work to it.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ class TaskRegistry:
 
     def spawn(self, work: Coroutine[Any, Any, T], name: Hashable = None) -> asyncio.Task[T]:
         """Start `work`.  `name` must be free (B2); None = the task has no name."""
-        assert name is None or name not in self._named, f"{name} runs already"
+        assert name is None or name not in self, f"{name} runs already"
         task = asyncio.get_running_loop().create_task(work)
         self._tasks[task] = name
         if name is not None:
@@ -65,11 +67,12 @@ class TaskRegistry:
 
     def __contains__(self, name: Hashable) -> bool:
         """Return whether a task of this name runs."""
-        return name in self._named
+        return self.get(name) is not None
 
     def get(self, name: Hashable) -> asyncio.Task[Any] | None:
         """Return the running task of this name."""
-        return self._named.get(name)
+        task = self._named.get(name)
+        return None if task is None or task.done() else task
 
     def cancel(self, name: Hashable) -> None:
         """Cancel the task of this name, if there is one; the name is free at once (B2)."""

@@ -120,3 +120,30 @@ def test_a_task_that_closes_its_registry_is_not_cancelled() -> None:
         return other.cancelled()
 
     assert asyncio.run(main())
+
+
+def test_an_ended_task_gives_up_its_name_before_the_loop_reports_its_end() -> None:
+    """tasks B2"""
+
+    async def story() -> None:
+        tasks = TaskRegistry()
+        done: list[str] = []
+
+        async def work(name: str) -> None:
+            done.append(name)
+
+        def follow() -> None:
+            assert first.done()
+            assert len(tasks) == 1, "the loop has not reported the end"
+            assert "a" not in tasks
+            assert tasks.get("a") is None
+            tasks.spawn(work("second"), "a")
+
+        first = tasks.spawn(work("first"), "a")
+        asyncio.get_running_loop().call_soon(follow)
+        await asyncio.sleep(0)
+        assert "a" in tasks, "the end of the first one leaves the second one its name"
+        await tasks.wait()
+        assert done == ["first", "second"]
+
+    asyncio.run(story())

@@ -90,3 +90,18 @@ def test_too_many_questions_are_refused_and_a_close_fails_the_rest() -> None:
         assert set(await asyncio.gather(*waiting)) == {errors.BrokerUnavailable}
 
     asyncio.run(story())
+
+
+def test_a_question_that_an_answer_causes_is_sent() -> None:
+    """Whoever gets an answer may ask at once, before the loop reports the end of the request."""
+
+    async def story() -> None:
+        peer = Peer()
+        peer.open.set()
+        calls = gathered(peer)
+        for number in range(0, 8, 2):
+            async with asyncio.timeout(5):
+                assert await calls.ask("a", number) == 2 * number
+        assert peer.requests == [[0], [2], [4], [6]]
+
+    asyncio.run(story())
