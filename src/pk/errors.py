@@ -8,7 +8,7 @@
     │       InvalidUpdateVersion · IneligibleReplica · PreferredLeaderNotAvailable ·
     │       TierUnavailable · UnknownTierRange · EligibleLeadersNotAvailable · SnapshotNotFound ·
     │       CoordinatorLoading · CoordinatorUnavailable · NotCoordinator · ConcurrentTransactions ·
-    │       RebalanceInProgress
+    │       RebalanceInProgress · UnstableOffsetCommit
     ├── UserError                 the caller's request, option or data is wrong
     │   └── UnknownTopicId · TopicAlreadyExists · InvalidTopic · InvalidPartitions ·
     │       InvalidReplicationFactor · InvalidConfig · InvalidRequest · InvalidOption ·

@@ -93,7 +93,7 @@ def test_too_many_questions_are_refused_and_a_close_fails_the_rest() -> None:
 
 
 def test_a_question_that_an_answer_causes_is_sent() -> None:
-    """Whoever gets an answer may ask at once, before the loop reports the end of the request."""
+    """A caller that has its answer asks before the loop reports the end of the request."""
 
     async def story() -> None:
         peer = Peer()
