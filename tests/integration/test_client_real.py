@@ -512,6 +512,26 @@ def test_produce_and_consume_lines(server: EmbeddedServer, topic: str, tmp_path:
     assert "--offset needs" in pk(server, "consume", topic, "--offset", "9", code=1)
 
 
+def test_members_of_a_group_print_each_line_once(server: EmbeddedServer, topic: str) -> None:
+    """`pk consume --group` commits what it has printed, not what it has fetched."""
+    pk(server, "produce", topic, text=b"".join(b"%d\n" % i for i in range(50)))
+    printed: list[str] = []
+    for count in (7, 20, 23):
+        out = pk(
+            server, "consume", topic, "--group", topic, "--from-beginning", "--max", str(count)
+        )
+        assert len(out.split()) == count
+        printed += out.split()
+    assert sorted(map(int, printed)) == list(range(50))
+    shown = json.loads(pk(server, "groups", "describe", topic, "--json"))
+    assert (shown["state"], {each["lag"] for each in shown["offsets"]}) == ("Empty", {0})
+    out = pk(server, "consume", topic, "--group", topic, "--timeout-ms", "4000")
+    assert out == ""
+    assert "takes no --partition" in pk(
+        server, "consume", topic, "--group", "g", "--partition", "0", code=1
+    )
+
+
 def test_ctrl_c_and_a_closed_pipe_are_quiet(server: EmbeddedServer, topic: str) -> None:
     pk(server, "produce", topic, text=b"x\n" * 20_000)
     process = subprocess.Popen(

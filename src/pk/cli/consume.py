@@ -1,11 +1,16 @@
-"""`pk consume TOPIC`: print records, as they come or up to --max."""
+"""`pk consume TOPIC`: print records, as they come or up to --max.
+
+With --group, the command is a member of a consumer group.  It commits what it has printed, and
+nothing that waits in a buffer: records are flushed to stdout before their offsets are committed.
+"""
 
 from __future__ import annotations
 
 import base64
 import json
 import sys
-from typing import Annotated, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,12 +19,22 @@ from pk.cli.common import DEFAULT_BOOTSTRAP, AsJson, BootstrapOption, opened, qu
 from pk.clock import monotonic_s
 from pk.types import Record, TopicPartition
 
+if TYPE_CHECKING:
+    from pk.client.consumer import Consumer
+
 app = typer.Typer(add_completion=False)
 
 _POLL_S = 0.5
+#: The group has given the partitions to other members; the next poll joins again.
+_REMOVED = (
+    errors.UnknownMemberId,
+    errors.IllegalGeneration,
+    errors.RebalanceInProgress,
+    errors.NotPartitionOwner,
+)
 
 
-@app.command(help=__doc__)
+@app.command(help=__doc__.partition("\n")[0])
 def consume(
     topic: Annotated[str, typer.Argument(help="topic name", metavar="TOPIC")],
     from_beginning: Annotated[
@@ -32,6 +47,10 @@ def consume(
     partition: Annotated[int | None, typer.Option(min=0, help="read only this partition")] = None,
     offset: Annotated[
         int | None, typer.Option(min=0, help="start there (needs --partition)")
+    ] = None,
+    group: Annotated[
+        str | None,
+        typer.Option(help="read as a member of this group, and commit what was printed"),
     ] = None,
     isolation: Annotated[
         str, typer.Option(help="read_committed or read_uncommitted")
@@ -67,33 +86,64 @@ def consume(
         raise errors.InvalidOption("--offset needs --partition", option="offset")
     if offset is not None and from_beginning:
         raise errors.InvalidOption("--offset and --from-beginning contradict each other")
+    if group is not None and partition is not None:
+        raise errors.InvalidOption("--group shares all partitions: it takes no --partition")
     shown = _Formatter(print_key, print_headers, print_offset, print_timestamp, separator.encode())
+    line: Callable[[Record], bytes] = _json if as_json else shown.of
     seconds = None if timeout_ms is None else timeout_ms / 1000
-    out = sys.stdout.buffer
     left = max_records if max_records is not None else sys.maxsize
     options: dict[str, Any] = {
         "isolation_level": isolation,
         "auto_offset_reset": "earliest" if from_beginning else "latest",
         "max_poll_records": min(10_000, left),
     }
+    if group is not None:
+        options |= {"group_id": group, "enable_auto_commit": False}
     with quiet_end(), opened(Consumer(bootstrap, **options), bootstrap) as consumer:
         _choose(consumer, topic, partition, offset, seconds)
-        last = monotonic_s()
-        while left:
-            records = consumer.poll(min(_POLL_S, seconds or _POLL_S))[:left]
-            for record in records:
-                out.write((_json(record) if as_json else shown.of(record)) + b"\n")
-            out.flush()
-            left -= len(records)
-            now = monotonic_s()
-            if records:
-                last = now
-            elif seconds is not None and now - last >= seconds:
-                return
+        _print(consumer, line, left, seconds, commits=group is not None)
+
+
+def _print(
+    consumer: Consumer,
+    line: Callable[[Record], bytes],
+    left: int,
+    seconds: float | None,
+    *,
+    commits: bool,
+) -> None:
+    """Print at most `left` records; end when nothing came for `seconds`."""
+    out = sys.stdout.buffer
+    last = monotonic_s()
+    while left:
+        polled = consumer.poll(min(_POLL_S, seconds or _POLL_S))
+        records = polled[:left]
+        for record in records:
+            out.write(line(record) + b"\n")
+        out.flush()
+        left -= len(records)
+        now = monotonic_s()
+        if commits and records:
+            _commit(consumer, records, whole=len(records) == len(polled))
+        if records:
+            last = now
+        elif seconds is not None and now - last >= seconds:
+            break
+
+
+def _commit(consumer: Consumer, records: Sequence[Record], *, whole: bool) -> None:
+    """Commit behind the printed records of a poll; whole: all of them were printed."""
+    offsets = None
+    if not whole:
+        offsets = {TopicPartition(each.topic, each.partition): each.offset + 1 for each in records}
+    try:
+        consumer.commit(offsets)
+    except _REMOVED as refusal:
+        typer.echo(f"not committed, so other members print it again: {refusal.message}", err=True)
 
 
 def _choose(
-    consumer: Any, topic: str, partition: int | None, offset: int | None, seconds: float | None
+    consumer: Consumer, topic: str, partition: int | None, offset: int | None, seconds: float | None
 ) -> None:
     places = consumer.partitions_for(topic, timeout_s=seconds)  # fails at once for an unknown topic
     if partition is None:
