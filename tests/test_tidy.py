@@ -89,6 +89,7 @@ WORLD_GENERIC = {
     "pk.server.controller.requested_elections",
     "pk.server.handlers",
     "pk.server.groups.coordinator",
+    "pk.server.groups.lag_gauges",
     "pk.server.metadata.snapshot_generator",
     "pk.server.raft.log",
     "pk.server.raft.log_reader",

@@ -30,6 +30,7 @@ from pk.server.broker.replica_roles import ReplicaRoles
 from pk.server.broker.retention import RetentionVisits
 from pk.server.broker.scheduler import BrokerScheduler
 from pk.server.groups.coordinator import GroupCoordinators
+from pk.server.groups.lag_gauges import GroupGauges
 from pk.server.metadata.cache import MetadataCache
 from pk.server.replica.alter_partition import AlterPartitionManager
 from pk.server.replica.context import Environment
@@ -50,7 +51,7 @@ from pk.server.transactions.coordinator import TransactionCoordinators
 from pk.server.transactions.open_transactions import OpenTransactionChecks
 from pk.server.transactions.verifier import TransactionVerifier
 from pk.tasks import TaskRegistry
-from pk.types import PartitionKey
+from pk.types import Offset, PartitionKey
 from pk.wire import pk_pb2 as wire
 
 
@@ -109,6 +110,16 @@ class BrokerCore:
             env, self.partitions, self.clocks, self.verifier
         )
         self.groups = GroupCoordinators(env, metadata, self.lifecycle, self.clocks)
+        self.group_gauges = GroupGauges(
+            env, metadata, self.lifecycle, channels, self.groups.groups_here, self._stable_end
+        )
+
+    def _stable_end(self, key: PartitionKey) -> Offset | None:
+        """Return the last stable offset of a partition that this broker leads."""
+        partition = self.partitions.get(key)
+        if partition is None or partition.leader is None:
+            return None
+        return partition.last_stable_offset
 
     def _compose_replicas(self) -> None:
         """Make the parts that change replicas: fetchers, ISR changes, claims, failures."""
@@ -258,6 +269,7 @@ class BrokerCore:
         await self.publisher.close()
         await self.open_transactions.close()
         await self.coordinators.close()
+        await self.group_gauges.close()
         await self.groups.close()
         await self.verifier.close()
         await self.epoch_fence.close()

@@ -265,6 +265,7 @@ class BrokerNode:
         core.cleaner.start()
         core.coordinators.start()
         core.open_transactions.start()
+        core.group_gauges.start()
         await self._until_unfenced()
         self._serving.set()
 

@@ -185,6 +185,15 @@ class GroupCoordinators:
         for each in hosted:
             await each.close()
 
+    def groups_here(self) -> dict[str, ConsumerGroup]:
+        """Return the groups that this broker coordinates now."""
+        return {
+            name: group
+            for each in self._hosted.values()
+            if not (each.loading or each.host.replaying)
+            for name, group in each.groups.items()
+        }
+
     # -- leadership ------------------------------------------------------------------------------
 
     def partition_moved(self, partition: Partition) -> None:

@@ -63,6 +63,7 @@ class BrokerMetrics:
             "segments_dropped_total", "segments dropped by retention", ("reason",)
         )
         self._add_cleaner(metrics)
+        self._add_groups(metrics)
         self.under_replicated = gauge(
             "under_replicated_partitions", "led here, with replicas that are not in sync"
         )
@@ -98,6 +99,21 @@ class BrokerMetrics:
         )
         self.uncleanable = metrics.gauge(
             "uncleanable_partitions", "compacted logs that could not be cleaned (see the log)"
+        )
+
+    def _add_groups(self, metrics: Metrics) -> None:
+        """Create the gauges of consumer groups (groups/lag_gauges)."""
+        gauge = metrics.gauge
+        self.groups = gauge("groups", "groups that this broker coordinates", ("state",))
+        self.group_states: set[str] = set()  #: states that have a series
+        self.group_lag = gauge(
+            "group_lag",
+            "committed offsets behind the last stable offsets, summed; of the 100 groups that this "
+            "broker coordinates with the largest lag",
+            ("group",),
+        )
+        self.group_lag_max = gauge(
+            "group_lag_max", "the same, of the partition with the largest lag", ("group",)
         )
 
     def _add_transactions(self, metrics: Metrics) -> None:
