@@ -123,7 +123,7 @@ def test_a_task_that_closes_its_registry_is_not_cancelled() -> None:
 
 
 def test_an_ended_task_gives_up_its_name_before_the_loop_reports_its_end() -> None:
-    """pk/tasks B2"""
+    """Its work may be started again by the code that its end wakes."""
 
     async def story() -> None:
         tasks = TaskRegistry()
