@@ -511,7 +511,12 @@ class Owner:
         state = self._state
         asked, later = self._split()
         planned = plan(
-            snapshot, asked, state.log_starts, state.sums, hand_overs_first=state.took_rows
+            snapshot,
+            asked,
+            state.log_starts,
+            state.sums,
+            hand_overs_first=state.took_rows,
+            lease_newest=state.lease_newest,
         )
         for item, error in planned.refused:
             effects.append(Respond(item.request, error))

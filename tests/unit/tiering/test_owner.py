@@ -291,6 +291,23 @@ def test_a_lost_reply_is_not_written_twice() -> None:
     assert it.answers["a"].version == 1
 
 
+def test_the_owner_refuses_a_job_whose_lease_was_granted_again() -> None:
+    """C5: it has seen the token of a newer lease, which has ended meanwhile."""
+    on = snapshot(0, [data(0, 0, 10)], end=10, rows=10)
+    name = layout.DataName(0, 0, 10, NONE, "j", 0, 0)
+    change = wire.CommitToTableRequest(counters=[wire.TierCounter()], lease_token=3)
+    change.adds.add(path=layout.job_path(name), end=10, rows=10, max_offset=9, size=5)
+    change.removes.add(path=data(0, 0, 10).path, rows=10)
+    for newest, refused in ((3, False), (4, True)):
+        it = Driver()
+        for token in (newest, 0):
+            it.step(PartitionsSeen({0: LogStart(0)}, lease_token=token))
+        it.loaded(on)
+        it.step(Submit("a", change)).now_ms = 10_000
+        it.step(owning.Wake()).loaded(on)
+        assert isinstance(it.answers.get("a"), errors.LeaseHeld) == refused
+
+
 def test_a_conflict_is_tried_again_at_once_then_with_back_off() -> None:
     it = Driver(retry_backoff_ms=100)
     it.step(Submit("a", append(0, 10)))
