@@ -12,16 +12,17 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, Literal
 
 from pk import errors
 from pk.client import arguments
+from pk.client.admin import described
 from pk.client.admin.connection import AdminConnection
 from pk.client.network_client import NetworkClient
 from pk.tasks import TaskRegistry
-from pk.types import TopicPartition
+from pk.types import Offset, TopicPartition
 from pk.wire import pk_pb2 as wire
 
 TTL_MS = 30_000
@@ -97,6 +98,29 @@ class MaintenanceLease:
         if self._lost is not None:
             raise self._lost.with_traceback(None)
 
+    def now_ms(self) -> int | None:
+        """Renew the lease and return the time of the active controller; None = the brokers do not
+        trust their clocks (rule L10).
+
+        Raises `LeaseHeld` if the lease has ended.
+        """
+        self.check()
+        request = wire.RenewLeaseRequest(topic_id=self.topic_id, token=self.token)
+        reply = self._connection.ask(request, wire.RenewLeaseReply, CALL_TIMEOUT_S)
+        return reply.now_ms if reply.HasField("now_ms") else None
+
+    def local_log_starts(self) -> dict[int, Offset]:
+        """Return the lowest local_log_start of all replicas of each partition (rule C4).
+
+        A replica whose broker does not answer, or does not have the replica, counts as 0.
+        """
+        request = wire.DescribePartitionsRequest(topics=[self.topic])
+        cluster = self._connection.cluster
+        views = self._connection.run(
+            lambda ms: described.everyone(cluster, request, ms), CALL_TIMEOUT_S
+        )
+        return lowest_starts(self.topic_id, views)
+
     def commit(self, change: wire.CommitToTableRequest) -> wire.CommitToTableReply:
         """Hand files over to the owner of the table; return the version that has them.
 
@@ -150,6 +174,27 @@ class MaintenanceLease:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def lowest_starts(
+    topic_id: str, views: Mapping[int, wire.DescribePartitionsReply]
+) -> dict[int, Offset]:
+    """Return the lowest local_log_start of each partition, from the replies of all brokers.
+
+    Every replica counts that any broker knows of.
+    """
+    replicas: dict[int, set[int]] = {}
+    starts: dict[tuple[int, int], Offset] = {}
+    for node, reply in views.items():
+        for state in reply.partitions:
+            if state.topic_id == topic_id:
+                replicas.setdefault(state.partition, set()).update(state.replicas)
+                healthy = not state.HasField("error")
+                starts[state.partition, node] = state.local_log_start if healthy else 0
+    return {
+        partition: min((starts.get((partition, node), 0) for node in nodes), default=0)
+        for partition, nodes in replicas.items()
+    }
 
 
 async def _ask_owner(

@@ -115,7 +115,9 @@ class ActiveController:
         self._balance_ms = 0
         self._rebalancer = LeaderRebalancer()
         self._levels: dict[NodeId, int] = {}  #: levels of `pk.format` that voters know (Q6)
-        self._maintenance = MaintenanceRequests(world.clock, self._ask, lambda: self._image)
+        self._maintenance = MaintenanceRequests(
+            world.clock, self._ask, lambda: self._image, self.clocks
+        )
         self._raise_due_ms: int | None = 0  #: when replicas are added to internal topics
         wait_ms = 3 * int(run.server["broker_heartbeat_interval_ms"]) + RETRY_MS
         self._requested = RequestedElections(

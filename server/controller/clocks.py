@@ -102,6 +102,19 @@ class Clocks:
             )
         return found
 
+    def trusted_ms(self, wall_ms: int, boottime_ms: int) -> int | None:
+        """Return the median of the fresh clocks that brokers trust; None = no broker trusts its
+        own.
+
+        wall_ms: this controller's clock, which counts only if a broker of this node trusts it
+        """
+        samples = self.samples(wall_ms, boottime_ms, 0)
+        ahead = sorted(each.ahead_ms for each in samples if each.trusted)
+        if not ahead:
+            return None
+        middle = len(ahead) // 2
+        return wall_ms + (ahead[middle] + ahead[~middle]) // 2
+
     def describe(
         self, brokers: list[wire.BrokerDescription], wall_ms: int, boottime_ms: int
     ) -> None:

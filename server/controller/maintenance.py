@@ -11,6 +11,7 @@ from typing import Any
 
 from pk.clock import Clock
 from pk.server.controller import commands
+from pk.server.controller.clocks import Clocks
 from pk.server.controller.leases import RenewedLeases
 from pk.server.controller.machine import Command
 from pk.server.metadata.image import MetadataImage
@@ -28,10 +29,12 @@ class MaintenanceRequests:
         clock: Clock,
         ask: Callable[[Command], Awaitable[Any]],
         image: Callable[[], MetadataImage],
+        clocks: Clocks,
     ) -> None:
         self._clock = clock
         self._ask = ask
         self._image = image
+        self._clocks = clocks
         self._leases = RenewedLeases()
 
     def begin(self) -> None:
@@ -66,6 +69,9 @@ class MaintenanceRequests:
         if found is not None:
             now_ms = self._clock.monotonic_ms()
             self._leases.heard(request.topic_id, found[0], request.token, now_ms)
+        trusted_ms = self._clocks.trusted_ms(self._clock.wall_ms(), self._clock.boottime_ms())
+        if trusted_ms is not None:
+            reply.now_ms = trusted_ms
         return reply
 
     async def _release_lease(self, request: wire.ReleaseLeaseRequest, _: frames.Frame) -> Any:

@@ -5019,6 +5019,7 @@ class CommitToTableRequest(_message.Message):
     ACCEPT_FIELD_NUMBER: _builtins.int
     REFILL_FIELD_NUMBER: _builtins.int
     LEASE_TOKEN_FIELD_NUMBER: _builtins.int
+    DEADLINE_MS_FIELD_NUMBER: _builtins.int
     topic_id: _builtins.str
     topic: _builtins.str
     version_read: _builtins.int
@@ -5029,6 +5030,8 @@ class CommitToTableRequest(_message.Message):
     """`adds` bring missing rows back, in place of `removes` (T17)"""
     lease_token: _builtins.int
     """of a maintenance job (C5); 0 = of a copier"""
+    deadline_ms: _builtins.int
+    """of a job that sets or compares delete horizons: it lands before this time or not at all (C4); 0 = none"""
     @_builtins.property
     def adds(self) -> _containers.RepeatedCompositeFieldContainer[Global___AddFile]: ...
     @_builtins.property
@@ -5048,10 +5051,11 @@ class CommitToTableRequest(_message.Message):
         accept: _builtins.bool = ...,
         refill: _builtins.bool = ...,
         lease_token: _builtins.int = ...,
+        deadline_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accept", b"accept", "adds", b"adds", "counters", b"counters", "data_change", b"data_change", "lease_token", b"lease_token", "refill", b"refill", "removes", b"removes", "topic", b"topic", "topic_id", b"topic_id", "version_read", b"version_read"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accept", b"accept", "adds", b"adds", "counters", b"counters", "data_change", b"data_change", "deadline_ms", b"deadline_ms", "lease_token", b"lease_token", "refill", b"refill", "removes", b"removes", "topic", b"topic", "topic_id", b"topic_id", "version_read", b"version_read"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -5123,6 +5127,8 @@ Global___AcquireLeaseReply: _TypeAlias = AcquireLeaseReply  # noqa: Y015
 
 @_typing.final
 class RenewLeaseRequest(_message.Message):
+    """now_ms: the controller's time, by the clocks that brokers trust; absent = there is none (L10)"""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TOPIC_ID_FIELD_NUMBER: _builtins.int
@@ -5148,17 +5154,22 @@ class RenewLeaseReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TTL_MS_FIELD_NUMBER: _builtins.int
+    NOW_MS_FIELD_NUMBER: _builtins.int
     ttl_ms: _builtins.int
+    now_ms: _builtins.int
     def __init__(
         self,
         *,
         ttl_ms: _builtins.int = ...,
+        now_ms: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_now_ms", b"_now_ms", "now_ms", b"now_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ttl_ms", b"ttl_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_now_ms", b"_now_ms", "now_ms", b"now_ms", "ttl_ms", b"ttl_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__now_ms: _TypeAlias = _typing.Literal["now_ms"]  # noqa: Y015
+    _WhichOneofArgType__now_ms: _TypeAlias = _typing.Literal["_now_ms", b"_now_ms"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__now_ms) -> _WhichOneofReturnType__now_ms | None: ...
 
 Global___RenewLeaseReply: _TypeAlias = RenewLeaseReply  # noqa: Y015
 

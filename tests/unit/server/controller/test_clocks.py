@@ -114,3 +114,17 @@ def test_the_skew_is_of_the_median() -> None:
     assert [each.clock_trusted for each in listed] == [True, True, False, False]
     assert listed[2].clock_doubt == "ahead"
     assert not listed[3].HasField("clock_skew_ms")
+
+
+def test_the_time_is_the_median_of_the_clocks_that_brokers_trust() -> None:
+    """A maintenance job compares lags and delete horizons with it (C4)."""
+    known = clocks()
+    assert known.trusted_ms(WALL, 0) is None
+    tell(known, 2, DAY, trusted=False)
+    assert known.trusted_ms(WALL, 0) is None
+    tell(known, 3, 40)
+    assert known.trusted_ms(WALL, 0) == WALL + 40
+    tell(known, 1, 0)
+    assert known.trusted_ms(WALL, 0) == WALL + 20
+    assert known.trusted_ms(WALL + DAY, 0) == WALL + 40  # this clock was set meanwhile
+    assert known.trusted_ms(WALL, 6_001) is None  # the readings are old

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pk import errors
+from pk.client.maintenance_lease import lowest_starts
 from pk.server.controller import commands as c
 from pk.server.controller.leases import RenewedLeases
 from pk.server.metadata.image import MetadataImage
@@ -127,3 +128,23 @@ def test_a_new_term_grants_one_more_ttl() -> None:
     assert heard.live(bench.image, 100_000) == {(topic_id, "exclusive")}
     assert heard.live(bench.image, 104_999) == {(topic_id, "exclusive")}
     assert heard.live(bench.image, 105_000) == frozenset()
+
+
+def state(partition: int, start: int, replicas: list[int], **more: Any) -> wire.PartitionState:
+    return wire.PartitionState(
+        topic_id="t", partition=partition, local_log_start=start, replicas=replicas, **more
+    )
+
+
+def test_the_lowest_local_start_counts_every_assigned_replica() -> None:
+    """C4: a tombstone ages only where no replica may have an older record."""
+    views = {
+        1: wire.DescribePartitionsReply(partitions=[state(0, 50, [1, 2]), state(1, 60, [1, 3])]),
+        2: wire.DescribePartitionsReply(partitions=[state(0, 40, [1, 2]), state(2, 9, [2])]),
+    }
+    assert lowest_starts("t", views) == {0: 40, 1: 0, 2: 9}  # broker 3 does not answer
+    views[2].partitions[1].error.code = 1
+    assert lowest_starts("t", views)[2] == 0
+    views[3] = wire.DescribePartitionsReply(partitions=[state(1, 70, [1, 3, 4])])
+    assert lowest_starts("t", views)[1] == 0  # it knows of a replica that is being added
+    assert lowest_starts("other", views) == {}
