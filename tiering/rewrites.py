@@ -20,22 +20,36 @@ from pk.wire import pk_pb2 as wire
 
 #: Maximum number of files that a hand-over adds and removes.
 ACTIONS_MAX = 1_000
+#: A hand-over that an owner takes lands within this time, or is answered as failed.
+LANDS_WITHIN_MS = 60_000
 
 
 def check(snapshot: Snapshot, change: wire.CommitToTableRequest) -> None:
     """Raises `InvalidRequest` if the numbers of a hand-over contradict each other or the
     version."""
-    if not change.removes:
+    if not change.removes and (change.adds or not all(c.cleaned for c in change.counters)):
         raise errors.InvalidRequest("the hand-over of a job replaces files, and it names none")
     if len(change.adds) + len(change.removes) > ACTIONS_MAX:
         raise errors.InvalidRequest(f"a hand-over has at most {ACTIONS_MAX} files")
     counted = {counter.partition for counter in change.counters}
     named = {add.partition for add in change.adds}
     named |= {remove.partition for remove in change.removes}
-    if counted != named or len(counted) != len(change.counters):
+    if not named <= counted or len(counted) != len(change.counters):
         raise errors.InvalidRequest(f"files of {sorted(named)}, counters of {sorted(counted)}")
     for counter in change.counters:
         _check_partition(snapshot, change, counter)
+
+
+def check_deadline(change: wire.CommitToTableRequest, now_ms: int | None) -> None:
+    """Raises `UnknownTierRange` for delete horizons that may land after their deadline (C4).
+
+    now_ms: None = the broker does not trust its clock (rule L10)
+    """
+    if change.deadline_ms and (now_ms is None or now_ms + LANDS_WITHIN_MS > change.deadline_ms):
+        why = "this broker does not trust its clock" if now_ms is None else "it is late"
+        raise errors.UnknownTierRange(
+            f"the delete horizons for {change.topic} are not taken, because {why}: plan again"
+        )
 
 
 def check_starts(
@@ -62,6 +76,16 @@ def _check_partition(
         raise errors.InvalidRequest(f"partition {partition}: a job appends no rows")
     if counter.removed_added and not change.data_change:
         raise errors.InvalidRequest(f"partition {partition}: rows leave without data_change (T16)")
+    end = snapshot.partition(partition).end
+    if max(counter.cleaned, counter.forgotten) > end:
+        raise errors.InvalidRequest(
+            f"partition {partition}: it ends at {end} and was not cleaned above"
+        )
+    named = {each.partition for each in change.removes} | {a.partition for a in change.adds}
+    if partition not in named:
+        if counter.cleaned and not (counter.removed_added or counter.removed_sum_added):
+            return  # only `cleaned` moves: the range has no row to remove
+        raise errors.InvalidRequest(f"partition {partition}: counters without files")
     gone, rows, total = [], 0, 0
     for remove in change.removes:
         if remove.partition == partition:
@@ -97,6 +121,8 @@ def _sum_of(file: DataFile, remove: wire.RemoveFile) -> int:
 
 
 def _span(files: list[DataFile]) -> tuple[Offset, Offset]:
+    if not files:
+        raise errors.InvalidRequest("the hand-over of a job adds rows")
     ranges = [accounting.held_by(file) for file in files]
     return min(low for low, _ in ranges), max(high for _, high in ranges)
 

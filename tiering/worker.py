@@ -26,7 +26,7 @@ from pk import errors
 from pk.effects import Effect, Publish, Respond, Send, SetTimer
 from pk.log.storage import Storage
 from pk.tasks import TaskRegistry
-from pk.tiering import accounting, layout, refill, uploads
+from pk.tiering import accounting, layout, refill, rewrites, uploads
 from pk.tiering import copier as copying
 from pk.tiering import owner as owning
 from pk.tiering.copier import Copier
@@ -204,6 +204,9 @@ class TierWorker:
 
     async def commit_to_table(self, request: wire.CommitToTableRequest) -> wire.CommitToTableReply:
         """Hands a change to the topic's owner (rule T3); raises the owner's refusal."""
+        rewrites.check_deadline(
+            request, None if self._clock_doubted else self.world.clock.wall_ms()
+        )
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         topic = self.topic(request.topic_id, request.topic)
         if request.removes:  # what they replace cannot be copied again

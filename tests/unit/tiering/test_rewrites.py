@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pk import errors
-from pk.tiering import layout
+from pk.tiering import layout, rewrites
 from pk.tiering.data_files import DataFile
 from pk.tiering.layout import DataName, PartitionCounters
 from pk.tiering.plan import LogStart, Plan, Submission, plan
@@ -77,6 +77,38 @@ def test_rows_that_a_job_takes_away_are_counted_and_summed() -> None:
         removed=5, removed_sum=4, cleaned=20, forgotten=3
     )
     assert result.commit.data_change
+
+
+def test_a_range_without_rows_to_remove_is_cleaned_all_the_same() -> None:
+    counter = wire.TierCounter(cleaned=20)
+    change = wire.CommitToTableRequest(counters=[counter], lease_token=TOKEN, version_read=5)
+    first = planned(change)
+    assert first.commit is not None
+    assert (first.commit.adds, first.commit.removes) == ((), ())
+    assert first.commit.counters == {0: TABLE.partition(0)._replace(cleaned=20)}
+    again = planned(change, TABLE.after(first.commit, 6))  # the answer was lost
+    assert (again.commit, len(again.done), again.refused) == (None, 1, [])
+
+
+def test_files_may_leave_without_a_file_that_comes() -> None:
+    change = hand_over(SMALL[:1], 0, 10, 7, removed_added=10, removed_sum_added=7, cleaned=30)
+    change.data_change = True
+    del change.adds[:]
+    result = planned(change)
+    assert result.commit is not None
+    assert result.commit.removes == (SMALL[0].path,)
+    assert result.commit.counters[0].removed == 10
+
+
+@pytest.mark.parametrize(("now_ms", "taken"), [(0, True), (40_001, False), (None, False)])
+def test_horizons_land_before_their_deadline(now_ms: int | None, taken: bool) -> None:
+    """C4: otherwise they would count from a time before the older rows left."""
+    change = wire.CommitToTableRequest(deadline_ms=100_000)
+    if taken:
+        rewrites.check_deadline(change, now_ms)
+        return
+    with pytest.raises(errors.UnknownTierRange):
+        rewrites.check_deadline(change, now_ms)
 
 
 def test_an_answer_that_was_lost_is_found_by_the_files() -> None:
@@ -181,6 +213,14 @@ def altered(change: wire.CommitToTableRequest, what: str) -> wire.CommitToTableR
             del change.removes[:]
         case "rows appended":
             change.counters[0].rows_added = 5
+        case "cleaned above the end":
+            change.counters[0].cleaned = 31
+        case "a tombstone above the end":
+            change.counters[0].forgotten = 31
+        case "counters without files":
+            change.counters.add(partition=1)
+        case "counters that remove rows without files":
+            change.counters.add(partition=1, cleaned=1, removed_added=1)
         case "rows leave without data change":
             change.counters[0].removed_added = 5
     return change
@@ -193,6 +233,8 @@ def altered(change: wire.CommitToTableRequest, what: str) -> wire.CommitToTableR
         "a sum that the name does not state", "a name of the copier",
         "offsets outside of its range", "a range outside of what it replaces",
         "another partition", "nothing replaced", "rows appended", "rows leave without data change",
+        "cleaned above the end", "a tombstone above the end", "counters without files",
+        "counters that remove rows without files",
     ],
 )  # fmt: skip
 def test_what_contradicts_itself_is_refused(what: str) -> None:
