@@ -7,7 +7,9 @@ dropped when
   E2  retention_ms is set and its newest record is older; not while the clock is not trusted (now_ms
       None, rule L10), or
   E3  retention_bytes is set and the log without the segment still has as many bytes.
-With a tier (tiered_end >= 0), E2 and E3 use the local_ settings, and
+With a tier (tiered_end >= 0), E2 and E3 use the local_ settings
+  (a compacted topic has no retention of its own, but its local segments are dropped like those of
+  other topics: the table keeps the latest record of each key, rule C2), and
   E4  no segment at or above droppable_end is dropped, whatever its age (rule T6: committed,
       confirmed, delay over);
   E5  dropping a segment moves local_log_start only.  log_start moves past records that topic
@@ -59,7 +61,7 @@ def plan(
     keep_ms, keep_bytes = (
         _local(config) if tiered else (config.retention_ms, config.retention_bytes)
     )
-    if not config.deletes:
+    if not config.deletes and not tiered:
         keep_ms = keep_bytes = -1
     now_ms = NO_TIME if now_ms is None else now_ms
     total = sum(segment.size for segment in segments)

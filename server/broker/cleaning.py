@@ -21,6 +21,8 @@ Invariants
   K5  A swap that a full disk interrupted is tried again in every pass, also in a log without any
       other work (log/swap W2).
   K6  Damage that a cleaning finds in the log takes the same way as damage that a reader finds (L9).
+  K7  Nothing is settled either in a log whose first offsets are in a table only: the server was
+      started without its tier_url, and the table has records that a tombstone deletes.
 """
 
 from __future__ import annotations
@@ -184,6 +186,9 @@ class LogCleaner:
     def _settled_end(self, partition: Partition) -> Offset:
         """Return the offset below which every copy of the log is cleaned (C4, K3)."""
         leader = partition.leader
+        log = partition.log
+        if log.log_start < log.local_log_start:
+            return 0  # K7
         return partition.settled_end if leader is None else leader.settled_end
 
     async def _clean(self, cleaner: Cleaner, partition: Partition) -> bool:

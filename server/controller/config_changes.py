@@ -17,7 +17,7 @@ from pk.server.controller.commands import AlterConfigs, DescribeConfigs, Out, Ru
 from pk.server.controller.elections import PartitionChangeBuilder
 from pk.server.controller.topics import cluster_base
 from pk.server.metadata.image import BROKER_RESOURCE, TOPIC_RESOURCE, MetadataImage
-from pk.server.node.settings import as_text, check_settings, check_topic_settings
+from pk.server.node.settings import as_text, check_kept, check_settings, check_topic_settings
 from pk.topic_names import is_internal
 from pk.types import PartitionKey
 from pk.wire import frames
@@ -69,8 +69,8 @@ def _change(image: MetadataImage, rules: Rules, change: wire.ConfigChange) -> li
     known = settings.TOPIC.known(stored)
     kept = {option: value for option, value in known.items() if option not in unset}
     if kind == TOPIC_RESOURCE:
-        compacted = "compact" in image.topic_config(name)["cleanup_policy"]
-        check_topic_settings({**kept, **given}, base, rules.server, compacted=compacted)
+        so_far = image.topic_config(name, rules.topic_defaults)
+        check_topic_settings({**kept, **given}, base, so_far)
     else:
         check_settings({**kept, **given}, base)
     if kind == BROKER_RESOURCE:
@@ -111,7 +111,10 @@ def _check_topics_under(image: MetadataImage, rules: Rules, cluster: Mapping[str
         own = image.settings_of(TOPIC_RESOURCE, name)
         if own:
             try:
-                settings.TOPIC.resolve(own, base)
+                check_kept(
+                    settings.TOPIC.resolve(own, base),
+                    image.topic_config(name, rules.topic_defaults),
+                )
             except errors.InvalidConfig as error:
                 raise errors.InvalidConfig(f"topic {name}: {error.message}") from None
 

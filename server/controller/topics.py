@@ -117,7 +117,7 @@ def _new_topic(
     factor = _or_default(new.replication_factor, int(rules.server["default_replication_factor"]))
     if factor < 1:
         raise errors.InvalidReplicationFactor(f"replication factor {factor}: at least one")
-    values = check_topic_settings(new.configs, cluster_base(image, rules), rules.server)
+    values = check_topic_settings(new.configs, cluster_base(image, rules))
     replicas = place(_candidates(image), count, factor, start)
     return _records(image, new.name, topic_id, values, replicas)
 

@@ -53,9 +53,7 @@ class MetadataCache:
 
     def is_tiered(self, topic: str, wanted: Mapping[str, Any]) -> bool:
         """Whether a topic with the settings `wanted` has a table in the tier."""
-        if is_internal(topic) or "compact" in wanted["cleanup_policy"]:  # rule C2: not yet
-            return False
-        return self.tier_enabled and bool(wanted["tier_enable"])
+        return self.tier_enabled and bool(wanted["tier_enable"]) and not is_internal(topic)
 
     def address_of(self, node_id: NodeId) -> str:
         """Return the address at which this broker reaches another one; '' if unknown."""

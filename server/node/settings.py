@@ -261,30 +261,36 @@ def check_settings(given: Mapping[str, Any], base: Mapping[str, Any]) -> dict[st
 def check_topic_settings(
     given: Mapping[str, Any],
     base: Mapping[str, Any],
-    server: Mapping[str, Any],
-    *,
-    compacted: bool = False,
+    so_far: Mapping[str, Any] | None = None,
 ) -> dict[str, str]:
     """Check the settings of one topic, return canonical text.
 
-    compacted: the topic has been compacted so far, so its log may lack offsets
+    so_far: the settings that the topic has; None = it is being created
 
-    Raises `InvalidConfig`, and `UnsupportedFeature` for a topic that has a tier and is compacted.
+    Raises `InvalidConfig`.
     """
     wanted = settings.TOPIC.resolve(given, base)
-    compact = "compact" in wanted["cleanup_policy"]
-    if compact and wanted["tier_enable"] and server["tier_url"]:
-        raise errors.UnsupportedFeature(
-            "this build compacts no topic that has a tier: set tier_enable false to keep the topic "
-            "in the brokers only"
+    if so_far is not None:
+        check_kept(wanted, so_far)
+    return {name: as_text(value) for name, value in settings.TOPIC.parse(given).items()}
+
+
+def check_kept(wanted: Mapping[str, Any], so_far: Mapping[str, Any]) -> None:
+    """Raise `InvalidConfig` if `wanted` changes what a compacted topic has to keep (rule C2)."""
+    if "compact" not in so_far["cleanup_policy"]:
+        return
+    if so_far["tier_enable"] != wanted["tier_enable"]:
+        raise errors.InvalidConfig(
+            "a compacted topic keeps its tier_enable: its log or its table has lost the tombstones "
+            "of keys that the other one may still have",
+            option="tier_enable",
         )
-    if compacted and not compact:
+    if "compact" not in wanted["cleanup_policy"]:
         raise errors.InvalidConfig(
             "a compacted topic stays compacted, because offsets of removed records are missing in "
             "its log: choose compact,delete to delete old records as well",
             option="cleanup_policy",
         )
-    return {name: as_text(value) for name, value in settings.TOPIC.parse(given).items()}
 
 
 def as_text(value: Any) -> str:

@@ -92,11 +92,15 @@ def audit(spark: SparkSession, bootstrap: str, topic: str, *, record: bool = Tru
     """
     place, partitions = tables.place_of(bootstrap, topic)
     version = tables.newest(place, partitions)
-    local = _local_starts(place)
+    local, compacted = _of_the_log(place)
     tasks: list[_ReadFiles | _ReadLog] = []
     of_partition: list[int] = []
     for partition in partitions:
-        common = _common(version, partition, local.get(partition))
+        counters, files = (
+            version.snapshot.partition(partition),
+            version.snapshot.files_of(partition),
+        )
+        common = audit_rules.common(counters, files, local.get(partition), compacted=compacted)
         made: list[_ReadFiles | _ReadLog] = list(_file_tasks(version, partition, common))
         if common[0] < common[1]:
             made.append(_ReadLog(place, partition, *common))
@@ -118,20 +122,15 @@ def audit(spark: SparkSession, bootstrap: str, topic: str, *, record: bool = Tru
     return report
 
 
-def _local_starts(place: TablePlace) -> dict[int, Offset]:
+def _of_the_log(place: TablePlace) -> tuple[dict[int, Offset], bool]:
+    """Return where each local log starts, and whether the topic is compacted."""
     from pk.client.admin import AdminClient
 
     with AdminClient(place.bootstrap) as admin:
         found = admin.offsets(place.topic, "earliest_local")
-    return {each.partition: offset for each, offset in found.items()}
-
-
-def _common(version: TableVersion, partition: int, local: Offset | None) -> tuple[Offset, Offset]:
-    """Return the offsets that table and local log both have; empty for a compacted table."""
-    counters = version.snapshot.partition(partition)
-    if local is None or counters.cleaned:
-        return 0, 0
-    return max(local, counters.start), counters.end
+        settings = {each.name: each.value for each in admin.describe_configs(place.topic)}
+    starts = {each.partition: offset for each, offset in found.items()}
+    return starts, "compact" in settings["cleanup_policy"]
 
 
 def _file_tasks(

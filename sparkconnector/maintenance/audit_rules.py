@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from pk.tiering import accounting
 from pk.tiering.data_files import DataFile
-from pk.tiering.layout import SUM_MODULUS, PartitionCounters, parse_written_path
+from pk.tiering.layout import SUM_MODULUS, PartitionCounters, parse_job_path, parse_written_path
 from pk.types import Offset
 
 #: Problems that a report names of one partition; the others are counted.
@@ -73,6 +73,27 @@ class Judgement(NamedTuple):
 def live_files(files: Iterable[DataFile], counters: PartitionCounters) -> list[DataFile]:
     """Return the files whose rows count; those wholly below the start wait for their removal."""
     return [file for file in files if file.max_offset >= counters.start]
+
+
+def common(
+    counters: PartitionCounters,
+    files: Sequence[DataFile],
+    local_start: Offset | None,
+    *,
+    compacted: bool,
+) -> tuple[Offset, Offset]:
+    """Return the range in which table and local log have the same rows; empty if there is none.
+
+    A compaction removes rows from the table only.  One that was killed may have removed rows above
+    `cleaned`; its files say where.
+    """
+    if local_start is None:
+        return 0, 0
+    start = max(local_start, counters.start)
+    if compacted or counters.cleaned:
+        jobs = (parse_job_path(file.path) for file in files)
+        start = max([start, counters.cleaned, *(name.end for name in jobs if name is not None)])
+    return (start, counters.end) if start < counters.end else (0, 0)
 
 
 def clusters(files: Sequence[DataFile]) -> list[list[DataFile]]:

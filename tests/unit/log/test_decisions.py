@@ -271,6 +271,12 @@ def test_retention(
     [
         ("no local limit: the topic's", {"retention_ms": 15_000}, (0, 100), 200),
         ("local only: log_start stays", {"local_retention_ms": 15_000}, (0, 100), 0),
+        (
+            "compact: local segments only",
+            {"local_retention_ms": 15_000, "retention_ms": 1, "cleanup_policy": "compact"},
+            (0, 100),
+            0,
+        ),
         ("local bytes", {"local_retention_bytes": 2000}, (0, 100), 0),
         ("E4, not committed yet", {"local_retention_ms": 1, "droppable_end": 250}, (0, 100), 0),
         ("E4, nothing confirmed", {"local_retention_ms": 1, "droppable_end": 0}, (), 0),

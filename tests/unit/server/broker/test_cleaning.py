@@ -10,6 +10,7 @@ import pytest
 from pk import errors
 from pk.log import batch as batches
 from pk.log import columns
+from pk.log.plan import RetentionPlan
 from pk.log.segment import CLEANED
 from pk.server.broker import cleaning
 from pk.server.broker.cleaning import STEP_SEGMENTS, UNCLEANABLE_MS, LogCleaner
@@ -165,6 +166,26 @@ def test_tombstones_age_below_the_cleaned_ends_of_all_replicas(
         alone.cut_watermark(3)
         assert cleaner._settled_end(alone) == 3
         rig.core.partitions.clear()
+
+    rig.run(story)
+
+
+def test_tombstones_stay_while_only_a_table_has_the_first_offsets(
+    rig: Any, kit: Any, cleaner: LogCleaner, mine: InProcessCleaner
+) -> None:
+    """broker/cleaning K7: the table has records that they delete."""
+    alone = compacted(rig, delete_retention_ms=DAY, min_cleanable_dirty_ratio=0.0)
+
+    async def story() -> None:
+        await write(rig, kit, 3)
+        assert cleaner._settled_end(alone) > alone.log.log_end
+        first, *_ = alone.log.segments
+        rename, _ = alone.log.drop_segments(
+            RetentionPlan(alone.log.log_start, (first.base_offset,), False, "tiered")
+        )
+        rename()
+        assert alone.log.log_start < alone.log.local_log_start
+        assert cleaner._settled_end(alone) == 0
 
     rig.run(story)
 

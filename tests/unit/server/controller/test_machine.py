@@ -452,19 +452,22 @@ def test_wrong_settings_are_refused_whole() -> None:
     assert bench.image.topic_config("t")["retention_ms"] == 100
 
 
-def test_a_topic_with_a_tier_is_not_compacted() -> None:
-    """C2: neither created so, nor altered to be so."""
+def test_a_compacted_topic_keeps_its_tier_enable() -> None:
+    """C2: its table is compacted, or its logs; each may lack tombstones of keys in the other."""
     bench = Bench()
     bench.up(1)
     bench.topic("t")
     bench.topic("local", cleanup_policy="compact", tier_enable="false")
     bench.machine.rules = c.Rules(1, {**bench.rules.server, "tier_url": "file:///x"})
-    (refused,) = bench.create(wire.NewTopic(name="a", configs={"cleanup_policy": "compact"}))
-    assert (refused.error.code, "tier_enable" in refused.error.message) == (1011, True)
-    assert bench.alter("topic", "t", cleanup_policy="compact").error.code == 1011
-    assert bench.alter("topic", "local", tier_enable="true").error.code == 1011
-    altered = bench.alter("topic", "t", cleanup_policy="compact", tier_enable="false")
-    assert not altered.error.code
+    (made,) = bench.create(wire.NewTopic(name="a", configs={"cleanup_policy": "compact"}))
+    assert not made.error.code
+    assert not bench.alter("topic", "t", cleanup_policy="compact").error.code
+    for name, value in (("local", "true"), ("t", "false"), ("a", "false")):
+        refused = bench.alter("topic", name, tier_enable=value).error
+        assert (refused.code, "tier_enable" in refused.message) == (40, True), name
+    assert bench.alter("topic", "local", unset=("tier_enable",)).error.code == 40
+    refused = bench.alter("broker", "", tier_enable="false").error  # the default of t and a
+    assert (refused.code, "topic" in refused.message) == (40, True)
 
 
 def test_a_compacted_topic_stays_compacted() -> None:

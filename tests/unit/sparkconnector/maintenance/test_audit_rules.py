@@ -11,12 +11,14 @@ from pk.sparkconnector.maintenance.audit_rules import (
     Judgement,
     LogFacts,
     clusters,
+    common,
     judge,
     live_files,
 )
 from pk.tiering import layout
 from pk.tiering.data_files import DataFile
 from pk.tiering.layout import SUM_MODULUS, DataName, PartitionCounters
+from pk.types import NONE
 
 COUNTERS = PartitionCounters(start=0, end=20, rows=20, sum=12)
 
@@ -105,3 +107,18 @@ def test_files_whose_offsets_overlap_are_read_together() -> None:
 
 def test_files_below_the_start_do_not_count() -> None:
     assert live_files(FILES, COUNTERS._replace(start=10)) == FILES[1:]
+
+
+def test_the_log_is_compared_above_what_a_compaction_may_have_cleaned() -> None:
+    """A job that was killed may have removed rows above `cleaned`."""
+    job = DataFile(layout.job_path(DataName(0, 0, 10, NONE, "a", 0, 7)), 0, 3, 9, 0, 0, 2, 5)
+    files = [job, data(10, 20, 5)]
+    assert common(COUNTERS, files, 4, compacted=False) == (4, 20)
+    assert common(COUNTERS, files, None, compacted=False) == (0, 0)
+    assert common(COUNTERS, files, 4, compacted=True) == (10, 20)
+    assert common(COUNTERS, files[1:], 4, compacted=True) == (4, 20)
+    cleaned = COUNTERS._replace(cleaned=15)
+    assert common(cleaned, files, 4, compacted=False) == (15, 20)
+    assert common(cleaned, files, 17, compacted=True) == (17, 20)
+    assert common(cleaned._replace(cleaned=20), files, 4, compacted=True) == (0, 0)
+    assert common(cleaned._replace(start=18), files, 4, compacted=True) == (18, 20)
