@@ -41,6 +41,7 @@ from pk.sparkconnector.rows import Shape
 from pk.tiering import footers, row_groups
 from pk.tiering.damage import damaged
 from pk.tiering.footers import Footer, Group, Part, UnreadableFile
+from pk.tiering.layout import FILE_SCHEMA
 
 if TYPE_CHECKING:
     from pk.tiering.table import Snapshot
@@ -172,13 +173,16 @@ def _commits(uri: str, storage_options: Mapping[str, str]) -> Callable[[int], by
 
 
 @contextmanager
-def _table(uri: str, storage_options: Mapping[str, str]) -> Iterator[Any]:
-    """Open the newest version of the table; raises the errors of `list_files`."""
+def _table(
+    uri: str, storage_options: Mapping[str, str], version: int | None = None
+) -> Iterator[Any]:
+    """Open a version of the table, None = the newest; raises the errors of `list_files`."""
     from deltalake import DeltaTable
     from deltalake.exceptions import DeltaError, TableNotFoundError
 
     try:
-        table = DeltaTable(uri, storage_options=with_credentials(storage_options) or None)
+        options = with_credentials(storage_options) or None
+        table = DeltaTable(uri, version=version, storage_options=options)
         check_protocol(table, uri)
         yield table
     except TableNotFoundError as cause:
@@ -273,9 +277,14 @@ def put_file(source: Any, path: str, data: memoryview) -> None:
 
 
 def whole_file(
-    uri: str, source: Any, root: str, file: TierFile, partition: int
+    uri: str,
+    source: Any,
+    root: str,
+    file: TierFile,
+    partition: int,
+    schema: pa.Schema = FILE_SCHEMA,
 ) -> Iterator[pa.RecordBatch]:
-    """Yield every row of a file, as it is stored, in all columns.
+    """Yield every row of a file, as it is stored, in the columns of `schema`, by row group.
 
     Raises `DamagedTierFile`, `TierUnavailable`.
     """
@@ -286,14 +295,35 @@ def whole_file(
     try:
         for group in opened.footer.groups:
             try:
-                data = _read_part(opened.handle, Part(group.start, group.size))
-                yield row_groups.read_group(opened.footer, group, data, opened.handle.size())
-            except UnreadableFile as cause:
+                yield _read_columns(opened, group, schema)
+            except (_DamagedFile, UnreadableFile) as cause:
                 raise damaged(uri, file, partition, str(cause)) from cause
             except (OSError, pa.ArrowException) as cause:
                 raise errors.TierUnavailable(f"{file.path}: {cause}") from cause
     finally:
         opened.handle.close()
+
+
+def _read_columns(opened: _OpenFile, group: Group, schema: pa.Schema) -> pa.RecordBatch:
+    """Return the rows of a row group; of its bytes only the columns of `schema` are read."""
+    if schema is FILE_SCHEMA:
+        data = _read_part(opened.handle, Part(group.start, group.size))
+        return row_groups.read_group(opened.footer, group, data, opened.handle.size())
+    try:
+        return row_groups.read_rows(opened.handle, opened.footer, [group], schema, buffered=True)
+    except UnreadableFile:
+        return _read_again(opened, [group], schema)
+
+
+def null_values(uri: str, storage_options: Mapping[str, str], version: int) -> dict[str, int]:
+    """Return how many values of each file of a version are null, as the table's log states it.
+
+    Files of which it states nothing are missing.  Raises `TierUnavailable`, `TierTableChanged`.
+    """
+    from pk.tiering.delta_actions import null_values_of
+
+    with _table(uri, storage_options, version) as table:
+        return null_values_of(pa.table(table.get_add_actions(flatten=True)))
 
 
 # -- reading --------------------------------------------------------------------------------------

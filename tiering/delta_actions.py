@@ -95,6 +95,15 @@ def files_of(actions: pa.Table) -> dict[str, DataFile]:
     return {file.path: file for file in files}
 
 
+def null_values_of(actions: pa.Table) -> dict[str, int]:
+    """Returns how many values of each file are null; files without this statistic are missing."""
+    if "null_count.value" not in actions.column_names:
+        return {}
+    paths, counts = (actions.column(n).to_pylist() for n in ("path", "null_count.value"))
+    found = zip(paths, counts, strict=True)
+    return {_relative(path): int(count) for path, count in found if count is not None}
+
+
 def _relative(quoted: str) -> str:
     """Returns the path of a file, which is relative to its table (rule T8).
 

@@ -5,13 +5,24 @@ own reader and writer.  The driver hands the files over to the owner of the tabl
 them exactly on a version that still has the files that they replace (rules C5, T3).  A job may be
 killed at any point: what it wrote is then named by no version.
 
-    optimize   fewer and larger files with the same rows
-    audit      rows, row sums and offsets of a version against its counters and the local log
-    sweep      removes uploads that no version names; without Spark
+    optimize    fewer and larger files with the same rows
+    compaction  the latest record of each key stays, in the table of a compacted topic
+    audit       rows, row sums and offsets of a version against its counters and the local log
+    sweep       removes uploads that no version names; without Spark
 """
 
 from pk.sparkconnector.maintenance.audit import AuditReport, audit
+from pk.sparkconnector.maintenance.compaction import CompactionReport, compaction
 from pk.sparkconnector.maintenance.optimize import OptimizeReport, optimize
 from pk.sparkconnector.maintenance.sweep import SweepReport, sweep
 
-__all__ = ["AuditReport", "OptimizeReport", "SweepReport", "audit", "optimize", "sweep"]
+__all__ = [
+    "AuditReport",
+    "CompactionReport",
+    "OptimizeReport",
+    "SweepReport",
+    "audit",
+    "compaction",
+    "optimize",
+    "sweep",
+]

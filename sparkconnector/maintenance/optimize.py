@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pk import errors
-from pk.clock import SystemClock
 from pk.schedules import DONE
-from pk.sparkconnector import tier_scan
 from pk.sparkconnector.maintenance import optimize_plan, tables
 from pk.sparkconnector.maintenance.optimize_plan import MergeRun
 from pk.sparkconnector.maintenance.tables import TablePlace, TableVersion
@@ -197,26 +195,7 @@ def merge(asked: _Merge) -> MergedRun:
     name = layout.DataName(
         run.partition, run.start, run.end, NONE, attempt, built.footer_crc, built.row_sum
     )
-    source, root = tier_scan.file_system(asked.place.uri, asked.place.storage_options)
-    path = layout.job_path(name)
-    tier_scan.put_file(source, f"{root}/{path}", built.data)
-    add = wire.AddFile(
-        path=path,
-        partition=run.partition,
-        start=run.start,
-        end=run.end,
-        size=len(built.data),
-        rows=built.rows,
-        row_sum=built.row_sum,
-        min_offset=built.min_offset,
-        max_offset=built.max_offset,
-        min_timestamp_ms=built.min_timestamp_ms,
-        max_timestamp_ms=built.max_timestamp_ms,
-        modified_ms=SystemClock().wall_ms(),
-        null_keys=built.null_keys,
-        null_values=built.null_values,
-    )
-    return MergedRun(run, add.SerializeToString(), sums)
+    return MergedRun(run, tables.put(asked.place, name, built), sums)
 
 
 def _build(asked: _Merge, buffer: OutputBuffer) -> tuple[convert.BuiltFile, tuple[int, ...]]:

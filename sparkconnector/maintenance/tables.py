@@ -8,10 +8,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pk import errors
+from pk.clock import SystemClock
 from pk.sparkconnector import tier_scan
 from pk.sparkconnector.ranges import TierFile
+from pk.tiering import layout
+from pk.tiering.convert import BuiltFile
 from pk.tiering.data_files import DataFile
+from pk.tiering.layout import FILE_SCHEMA, DataName
 from pk.tiering.table import Snapshot
+from pk.wire import pk_pb2 as wire
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -68,10 +73,44 @@ def listed(file: DataFile) -> TierFile:
     return TierFile(file.path, file.min_offset, file.max_offset, file.size, file.rows)
 
 
-def rows_of(place: TablePlace, file: DataFile) -> Iterator[pa.RecordBatch]:
-    """Yield every row of a file, as it is stored.  Raises `DamagedTierFile`."""
+def rows_of(
+    place: TablePlace, file: DataFile, schema: pa.Schema = FILE_SCHEMA
+) -> Iterator[pa.RecordBatch]:
+    """Yield every row of a file, as it is stored, in the columns of `schema`, a row group at a
+    time.
+
+    Raises `DamagedTierFile`.
+    """
     source, root = tier_scan.file_system(place.uri, place.storage_options)
-    return tier_scan.whole_file(place.uri, source, root, listed(file), file.partition)
+    return tier_scan.whole_file(place.uri, source, root, listed(file), file.partition, schema)
+
+
+def put(place: TablePlace, name: DataName, built: BuiltFile) -> bytes:
+    """Put the file of a job into the store; return the `wire.AddFile` that a hand-over has of it.
+
+    Raises `TierUnavailable`.
+    """
+    source, root = tier_scan.file_system(place.uri, place.storage_options)
+    path = layout.job_path(name)
+    tier_scan.put_file(source, f"{root}/{path}", built.data)
+    add = wire.AddFile(
+        path=path,
+        partition=name.partition,
+        start=name.start,
+        end=name.end,
+        size=len(built.data),
+        rows=built.rows,
+        row_sum=built.row_sum,
+        min_offset=built.min_offset,
+        max_offset=built.max_offset,
+        min_timestamp_ms=built.min_timestamp_ms,
+        max_timestamp_ms=built.max_timestamp_ms,
+        modified_ms=SystemClock().wall_ms(),
+        null_keys=built.null_keys,
+        null_values=built.null_values,
+    )
+    found: bytes = add.SerializeToString()
+    return found
 
 
 def run_tasks(
@@ -103,11 +142,16 @@ def run_tasks(
     numbered = [(number, bytearray(pickle.dumps(task))) for number, task in enumerate(tasks)]
     frame = spark.createDataFrame(numbered, "number long, task binary")
     spread = frame.repartitionByRange(len(tasks), "number")
-    if hasattr(spark, "sparkContext"):
-        spark.sparkContext.setJobDescription(name)
+    describe_job(spark, name)
     rows = spread.mapInArrow(run, "number long, result binary").collect()
     found = {row.number: pickle.loads(bytes(row.result)) for row in rows}
     for number in range(len(tasks)):
         if isinstance(found[number], errors.PkError):
             raise found[number]
     return [found[number] for number in range(len(tasks))]
+
+
+def describe_job(spark: SparkSession, name: str) -> None:
+    """Name the jobs that follow in Spark's console."""
+    if hasattr(spark, "sparkContext"):
+        spark.sparkContext.setJobDescription(name)
