@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from pk import errors
 from pk.compaction.plan import CompactionLimits
+from pk.schedules import DONE
 from pk.sparkconnector import tier_scan
 from pk.sparkconnector.maintenance import compaction_plan, compaction_rows, tables
 from pk.sparkconnector.maintenance.compaction_plan import (
@@ -90,6 +91,20 @@ class CompactionReport:
     rewritten_bytes: int  #: of the files that were replaced
     written_bytes: int
     partitions: tuple[PartitionReport, ...]
+
+    @property
+    def outcome(self) -> str:
+        return DONE
+
+    def summary(self) -> str:
+        """Return the result as one line."""
+        cleaned = sum(each.status == "cleaned" for each in self.partitions)
+        left = sum(each.rows_after for each in self.partitions)
+        return (
+            f"version {self.version}: {cleaned} of {len(self.partitions)} partitions cleaned; "
+            f"{self.removed_rows} rows removed, {left} are left; {self.rewritten_bytes} bytes "
+            f"became {self.written_bytes}"
+        )
 
     @property
     def removed_rows(self) -> int:

@@ -66,6 +66,12 @@ def _optimize(spark: SparkHolder, bootstrap: str, topic: str, **options: Any) ->
     return optimize(spark.session(), bootstrap, topic, **options)
 
 
+def _compaction(spark: SparkHolder, bootstrap: str, topic: str, **options: Any) -> JobReport:
+    from pk.sparkconnector.maintenance.compaction import compaction
+
+    return compaction(spark.session(), bootstrap, topic, **options)
+
+
 def _audit(spark: SparkHolder, bootstrap: str, topic: str) -> JobReport:
     from pk.sparkconnector.maintenance.audit import audit
 
@@ -81,6 +87,7 @@ def _sweep(_spark: SparkHolder, bootstrap: str, topic: str, **options: Any) -> J
 #: job → its function, and the options that it takes
 WORK: dict[str, tuple[Work, tuple[str, ...]]] = {
     "optimize": (_optimize, ("target_bytes",)),
+    "compaction": (_compaction, ("target_bytes", "force", "progress")),
     "audit": (_audit, ()),
     "sweep": (_sweep, ("older_than_ms",)),
 }

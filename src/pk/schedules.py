@@ -31,6 +31,7 @@ from pk.backoff import exponential_ms
 #: The jobs of this build, and what they do.
 JOBS = {
     "optimize": "merge small files",
+    "compaction": "remove superseded records from the table of a compacted topic",
     "audit": "compare the table with its counters and the local log",
     "sweep": "remove uploads that no version names",
 }

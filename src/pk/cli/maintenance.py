@@ -17,6 +17,7 @@ from pk.cli.common import (
     opened,
     quiet_end,
     say,
+    size_text,
     table,
 )
 from pk.cli.maintenance_runner import BAD_INPUT, DAMAGED, DONE, FAILED, HELD
@@ -24,6 +25,7 @@ from pk.schedules import Entry
 
 if TYPE_CHECKING:
     from pk.client.admin import ScheduleListings
+    from pk.sparkconnector.maintenance import CompactionReport
     from pk.sparkconnector.maintenance.jobs import JobReport
 
 __all__ = ["app", "carry_out", "BAD_INPUT", "DAMAGED", "DONE", "FAILED", "HELD"]
@@ -48,11 +50,14 @@ def run(
     ] = False,
     every: EveryOption = None,
     target_bytes: Annotated[
-        int | None, typer.Option("--target-bytes", min=1, help="optimize: bytes of a merged file")
+        int | None, typer.Option("--target-bytes", min=1, help="bytes of a file that is written")
     ] = None,
     older_than: Annotated[
         str | None, typer.Option(help="sweep: age of an upload, at least 1h; default 24h")
     ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="compaction: partitions that are not due, too")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run one job on a topic's table; with --due, what is due; with --every, again and again.
@@ -60,7 +65,8 @@ def run(
     Exit codes: 0 done, or nothing to do; 1 failed, and may be run again; 2 bad input; 3 another job
     or runner holds the lease; 4 the audit found damage.
     """
-    options = {} if target_bytes is None else {"target_bytes": target_bytes}
+    options: dict[str, Any] = {} if target_bytes is None else {"target_bytes": target_bytes}
+    options |= {"force": True} if force else {}
     with quiet_end():
         try:
             if older_than is not None:
@@ -111,11 +117,12 @@ def carry_out(
     from pk.sparkconnector.maintenance.runner import failure_text, runner_name
 
     spark = SparkHolder(master)
+    progress = {"progress": _progress} if job == "compaction" else {}
     try:
         check_options(job, options or {})
         with MaintenanceLease(bootstrap, topic, job, kind="run") as lease:
             try:
-                report = run_job(spark, bootstrap, topic, job, options)
+                report = run_job(spark, bootstrap, topic, job, {**(options or {}), **progress})
             except errors.UserError:
                 raise  # the request was wrong: this says nothing about the table
             except Exception as error:
@@ -127,6 +134,10 @@ def carry_out(
     return show(report, as_json=as_json)
 
 
+def _progress(partition: int, status: str) -> None:
+    typer.echo(f"partition {partition}: {status}", err=True)
+
+
 def _note(lease: Any, outcome: str, detail: str, runner: str) -> None:
     try:
         lease.note(outcome, detail, runner)
@@ -136,7 +147,7 @@ def _note(lease: Any, outcome: str, detail: str, runner: str) -> None:
 
 def show(report: JobReport, *, as_json: bool) -> int:
     """Print a report and return the exit code."""
-    from pk.sparkconnector.maintenance import AuditReport
+    from pk.sparkconnector.maintenance import AuditReport, CompactionReport
     from pk.sparkconnector.maintenance.audit import as_object
 
     if as_json:
@@ -148,9 +159,29 @@ def show(report: JobReport, *, as_json: bool) -> int:
         for each in report.partitions:
             for text in (*each.problems, *(f"note: {note}" for note in each.notes)):
                 typer.echo(f"partition {each.partition}: {text}")
+    elif isinstance(report, CompactionReport):
+        _show_compaction(report)
     else:
         typer.echo(report.summary())
     return DAMAGED if report.outcome == schedules.DAMAGED else DONE
+
+
+def _show_compaction(report: CompactionReport) -> None:
+    names = ["partition", "status", "dirty", "files", "rows", "bytes", "superseded", "tombstones"]
+    rows = [
+        [
+            each.partition,
+            each.status,
+            f"{each.dirty_ratio:.0%}",
+            f"{each.files_before} → {each.files_after}",
+            f"{each.rows_before} → {each.rows_after}",
+            f"{size_text(each.bytes_before)} → {size_text(each.bytes_after)}",
+            each.superseded + each.without_key,
+            each.tombstones,
+        ]
+        for each in report.partitions
+    ]
+    table(names, rows, f"version {report.version}")
 
 
 @app.command()
