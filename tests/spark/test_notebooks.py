@@ -21,6 +21,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "01_first_stream": {"FLIGHTS": 2_000},
     "02_exactly_once": {"FLIGHTS": 1_200, "BATCHES": 3},
     "03_topic_as_table": {"FLIGHTS": 2_000, "REPEATS": 1},
+    "04_maintenance": {"FLIGHTS": 3_000, "RETIRED": 20},
     "06_tuning_the_producer": {"RECORDS": 3_000, "RATE": 1_000, "SECONDS": 0.3},
     "07_consumer_groups": {"RATE": 200, "SECONDS": 0.5},
 }
