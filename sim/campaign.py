@@ -20,6 +20,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pk.client.assignors import ASSIGNORS
 from pk.sim.checkers import (
     PartitionSample,
     ReaderCheck,
@@ -33,6 +34,8 @@ from pk.sim.cluster import SimCluster
 from pk.sim.damage_reports import watch_reports
 from pk.sim.faults import Faults
 from pk.sim.full_disk_check import FullDiskCheck
+from pk.sim.group_history import GroupHistory
+from pk.sim.groups import GroupClient, GroupRun
 from pk.sim.loop import Stuck
 from pk.sim.operations import Operator
 from pk.sim.options import BROKER, CONTROLLER, SimOptions, drawn
@@ -45,6 +48,8 @@ from pk.sim.world import SimClock, SimWorld
 from pk.tiering import layout
 from pk.types import PartitionKey, TopicPartition
 
+#: Sessions and rebalances of a run are short.
+GROUP_SETTINGS = {"group_initial_rebalance_delay_ms": 200, "group_min_session_timeout_ms": 500}
 LOOK_EVERY = 20  #: in ticks
 IMAGES_EVERY = 400
 LIVENESS_TICK_MS = 50
@@ -113,6 +118,7 @@ class Run:
             "tier_retry_backoff_ms": 50,
             "tier_merge_interval_ms": 400,
             "cold_cache_bytes": 200_000,
+            **(GROUP_SETTINGS if self.options.groups else {}),
             **self.options.server,
         }
         if self.options.vacuum:
@@ -158,10 +164,25 @@ class Run:
                 self._bounds_of,
             )
             self.faults.transactions.coordinator_of = self.transactions.samples.coordinator_of
+        self.groups: GroupRun | None = None
+        if self.options.groups:
+            self.groups = self._group_run()
         self._clock = SimClock(self.world.loop)
         self._bounds: dict[PartitionKey, PartitionSample] = self.observer.latest
         self._ticks = 0
         self._lives = 0
+
+    def _group_run(self) -> GroupRun:
+        rng = self.world.random("group")
+        shared = GroupClient(
+            self.cluster.bootstrap,
+            GroupHistory(),
+            self.oracle,
+            self.options,
+            self._trouble,
+            rng.choice(sorted(ASSIGNORS)),
+        )
+        return GroupRun(shared, self.world.random)
 
     # -- the client --------------------------------------------------------------------------------
 
@@ -213,6 +234,8 @@ class Run:
                 consumer.start()
             if self.transactions is not None:
                 self.transactions.start_client(world, life)
+            if self.groups is not None:
+                self.groups.start_client(world, life)
 
         self.producers.clear()
         self.consumers.clear()
@@ -279,6 +302,7 @@ class Run:
         report.counts = {
             **self.counts,
             **(self.transactions.figures() if self.transactions is not None else {}),
+            **(self.groups.figures() if self.groups is not None else {}),
             **told,
             **self.cluster.store.counts,
             **self.faults.met,
@@ -356,6 +380,8 @@ class Run:
         self.admin.resting = True
         if self.transactions is not None:
             self.transactions.rest()
+        if self.groups is not None:
+            self.groups.rest()
         await self._until("chores end", lambda: "" if chores.done() else "a chore goes on")
         chores.result()
 
@@ -395,6 +421,8 @@ class Run:
         if run is not None:
             await self._until("stable", run.samples.unstable, STABLE_MS, "V22")
             await self._until("well", lambda: self.operator.waits() or self.cluster.unwell())
+        if self.groups is not None:
+            await self._until("the group", self.groups.unsettled)
         self.observer.check_images()
 
     def _unsettled(self) -> str:
@@ -422,6 +450,10 @@ class Run:
             self._validate(topic, last, ends)
         if self.transactions is not None:
             await self._validate_transactions(self.transactions, reader)
+        if self.groups is not None:
+            judging = self.world.spawn("reader", self.groups.judge(reader))
+            await self._until("offsets", lambda: "" if judging.done() else "no answer")
+            judging.result()
 
     async def _validate_transactions(self, run: TransactionRun, reader: Any) -> None:
         reading = self.world.spawn("reader", run.read(reader))

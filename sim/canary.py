@@ -49,6 +49,7 @@ class Canary:
     snapshot_bytes: int | None = None  #: metadata_log_max_record_bytes_between_snapshots
     transactions: int = 0  #: number of transactional ids
     jobs: int = 0
+    groups: int = 0  #: number of members of the consumer group
     lease_ms: int = 5_000  #: participant_lease_ms, if there are jobs
 
     @property
@@ -77,6 +78,7 @@ class Canary:
             transactions=self.transactions,
             transaction_topics=self._transaction_topics,
             jobs=self.jobs,
+            groups=self.groups,
         )
 
     @property

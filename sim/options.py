@@ -214,6 +214,9 @@ class SimOptions:
     transaction_topics: tuple[TopicPlan, ...] = field(default=(), repr=False)
     #: Number of jobs, whose tasks write to the topics of transactions; not in `repr` either.
     jobs: int = field(default=0, repr=False)
+    #: Number of members of the consumer group that reads the topics; not in `repr` either.  Only
+    #: runs that name them have them.
+    groups: int = field(default=0, repr=False)
 
     @property
     def job_ids(self) -> tuple[str, ...]:

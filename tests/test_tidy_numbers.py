@@ -1,7 +1,7 @@
 """Numbers that mean one thing: rules of the protocol, checks of the simulator, local invariants.
 
 A rule's number begins with the letter of its section (`L4`).  The checks of the simulator are V1 to
-V23.  A module numbers its own invariants with other letters, in its docstring (`  F2  text`), and
+V27.  A module numbers its own invariants with other letters, in its docstring (`  F2  text`), and
 cites them as `F2`; any other file names the module: `replica/fetcher F2`.
 
 As in tests/test_tidy.py, a rule is a pure function of a source text and has a canary.
