@@ -34,6 +34,7 @@ from pk.client.offsets import EARLIEST, LATEST, OFFSET_MAX
 from pk.client.options import bootstrap_of, consumer_options, network_options
 from pk.client.records import ConsumerRecords
 from pk.client.serializers import deserializer
+from pk.client.snapshots import SnapshotConsumer
 from pk.client.waiting import OneThread, WakeupSignal, one_thread
 from pk.clock import monotonic_s
 from pk.log.batch import TIMESTAMP_MS_MAX
@@ -50,7 +51,7 @@ class OffsetAndTimestamp(NamedTuple):
     timestamp_ms: int
 
 
-class Consumer(GroupConsumer):
+class Consumer(GroupConsumer, SnapshotConsumer):
     """Reads records of assigned or subscribed partitions.  For one thread at a time.
 
     bootstrap: "host:port,…", or a list of addresses.

@@ -210,18 +210,10 @@ def check_protocol(table: Any, uri: str) -> None:
 
 
 def with_credentials(storage_options: Mapping[str, str]) -> dict[str, str]:
-    """Return the storage options with credentials from the environment.
+    """Return the storage options with credentials from the environment."""
+    from pk.tiering import credentials
 
-    The server sends no secrets.  The store's own variables (AWS_…) win over those of a pk server
-    (PK_TIER_…).
-    """
-    found = dict(storage_options)
-    if found and "AWS_ACCESS_KEY_ID" not in {*found, *os.environ}:
-        for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
-            value = os.environ.get(f"PK_TIER_{name}")
-            if value:
-                found[f"AWS_{name}"] = value
-    return found
+    return credentials.completed(storage_options, os.environ)
 
 
 def file_system(uri: str, storage_options: Mapping[str, str]) -> tuple[Any, str]:

@@ -94,13 +94,17 @@ class FileChecker:
         covering = {file.path for file in files}
         return [each for each in topic.damaged.of(partition) if each.file.path in covering]
 
-    async def check_uploads(self, topic: Watched, adds: Sequence[wire.AddFile]) -> None:
-        """Raises `UnknownTierRange` if a file of a hand-over is not in the store.
+    async def check_uploads(self, topic: Watched, change: wire.CommitToTableRequest) -> None:
+        """Raises `UnknownTierRange` if a file of a hand-over that replaces files is not in the
+        store.
 
-        A maker that slept may hand over an upload that a sweep has removed meanwhile.
+        A maker that slept may hand over an upload that a sweep has removed meanwhile.  The rows of
+        the files that it replaces cannot be copied again; those of an append can.
         """
-        heads = (self._head(topic, add.path) for add in adds)
-        for add, found in zip(adds, await asyncio.gather(*heads), strict=True):
+        if not change.removes:
+            return
+        heads = (self._head(topic, add.path) for add in change.adds)
+        for add, found in zip(change.adds, await asyncio.gather(*heads), strict=True):
             if found is None or found.size != add.size:
                 raise errors.UnknownTierRange(
                     f"{topic.table.uri}: {add.path} is not in the store with its {add.size} bytes: "

@@ -91,6 +91,7 @@ VERSION_NAME = "version"
 COUNTERS_CHECK = "check"
 
 _PROBE_DIRECTORY = "_pk_probe"
+SNAPSHOT_SUFFIX = "__snapshot"
 _NAME = re.compile(
     r"^partition=(?P<partition>\d+)/(?P<start>\d{20})-(?P<end>\d{20})"
     r"-e(?P<epoch>\d+)-(?P<attempt>[0-9a-zA-Z]+)-c(?P<crc>[0-9a-f]{8})-s(?P<sum>[0-9a-f]{16})"
@@ -118,6 +119,11 @@ class DataName(NamedTuple):
 def table_path(topic: str, topic_id: TopicId) -> str:
     """Returns the directory of the topic's table below the tier's root."""
     return f"{topic}/{topic_id}"
+
+
+def snapshot_path(topic: str, topic_id: TopicId) -> str:
+    """Returns the directory of the topic's snapshot (tiering/snapshot_table)."""
+    return f"{topic}{SNAPSHOT_SUFFIX}/{topic_id}"
 
 
 def probe_path(attempt: str) -> str:

@@ -209,8 +209,7 @@ class TierWorker:
         )
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         topic = self.topic(request.topic_id, request.topic)
-        if request.removes:  # what they replace cannot be copied again
-            await self._watch.check_uploads(topic, request.adds)
+        await self._watch.check_uploads(topic, request)
         self._step_owner(topic, owning.Submit(future, request))
         reply: wire.CommitToTableReply = await future
         return reply
@@ -356,13 +355,14 @@ class TierWorker:
         return await refill.carry_out(self, told, request.accept, place, copy)
 
     async def purge(self, topic_id: str, name: str) -> tuple[str, int]:
-        """Removes a deleted topic's table (rule T7); returns its URI and how many objects were
+        """Removes a deleted topic's table and snapshot (T7); returns its URI and how many objects
         removed.  Raises `TierUnavailable` if any are left."""
         table = self.tables.table(name, topic_id)
         self._drop_topic(topic_id)
         removed = 0
         for _ in range(3):  # an upload under way may still land
             found = await self.store.list(layout.table_path(name, topic_id))
+            found += await self.store.list(layout.snapshot_path(name, topic_id))
             for each in found:
                 await self.store.delete(each.path)
             removed += len(found)

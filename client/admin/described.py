@@ -98,6 +98,7 @@ class TierPartition:
     files: int
     bytes: int
     lag: int
+    forgotten: int = 0  #: one above the highest tombstone that compaction has removed
 
 
 @dataclass(slots=True, frozen=True)
@@ -303,7 +304,7 @@ async def describe_tier(cluster: NetworkClient, topic: str, timeout_ms: int) -> 
 def _share(p: Any) -> TierPartition:
     return TierPartition(
         p.partition, p.start, p.end, p.epoch, p.claim, p.rows, p.sum, p.removed, p.files, p.bytes,
-        p.lag,
+        p.lag, p.forgotten,
     )  # fmt: skip
 
 

@@ -8,21 +8,32 @@ killed at any point: what it wrote is then named by no version.
     optimize    fewer and larger files with the same rows
     compaction  the latest record of each key stays, in the table of a compacted topic
     audit       rows, row sums and offsets of a version against its counters and the local log
+    snapshot    the latest value of each key as of an offset of each partition, as a Delta table
     sweep       removes uploads that no version names; without Spark
 """
 
 from pk.sparkconnector.maintenance.audit import AuditReport, audit
 from pk.sparkconnector.maintenance.compaction import CompactionReport, compaction
 from pk.sparkconnector.maintenance.optimize import OptimizeReport, optimize
+from pk.sparkconnector.maintenance.snapshot import (
+    SnapshotReport,
+    read_snapshot,
+    snapshot,
+    snapshot_version,
+)
 from pk.sparkconnector.maintenance.sweep import SweepReport, sweep
 
 __all__ = [
     "AuditReport",
     "CompactionReport",
     "OptimizeReport",
+    "SnapshotReport",
     "SweepReport",
     "audit",
     "compaction",
     "optimize",
+    "read_snapshot",
+    "snapshot",
+    "snapshot_version",
     "sweep",
 ]

@@ -84,12 +84,19 @@ def _sweep(_spark: SparkHolder, bootstrap: str, topic: str, **options: Any) -> J
     return sweep(bootstrap, topic, **options)
 
 
+def _snapshot(spark: SparkHolder, bootstrap: str, topic: str, **options: Any) -> JobReport:
+    from pk.sparkconnector.maintenance.snapshot import snapshot
+
+    return snapshot(spark.session(), bootstrap, topic, **options)
+
+
 #: job → its function, and the options that it takes
 WORK: dict[str, tuple[Work, tuple[str, ...]]] = {
     "optimize": (_optimize, ("target_bytes",)),
     "compaction": (_compaction, ("target_bytes", "force", "progress")),
     "audit": (_audit, ()),
     "sweep": (_sweep, ("older_than_ms",)),
+    "snapshot": (_snapshot, ("whole",)),
 }
 assert WORK.keys() == schedules.JOBS.keys()
 

@@ -29,7 +29,7 @@
     │       StorageFailed · CorruptLog · AddressInUse · StoreRefused · TierTableChanged ·
     │       DamagedTierFile · LogUnidentified · LogMissing · ClusterIdMismatch · DuplicateBroker ·
     │       StaleBrokerEpoch · MetadataBehind · DirectoryNotFormatted · DirectoryFormatted ·
-    │       JavaMissing · JarsMissing
+    │       JavaMissing · JarsMissing · SnapshotUnusable
     └── InternalError             ours: a bug; report it
 
 `code` travels on the wire (Kafka's number where Kafka has one, ours from 1000).  `retriable`: the
@@ -525,6 +525,14 @@ class TierTableChanged(OperatorError):
     """The topic's Delta table was deleted, re-created, altered or rolled back (rule T8)."""
 
     code = 1037
+
+
+class SnapshotUnusable(OperatorError):
+    """A topic has no snapshot of its latest values, or it is too old, damaged, or was changed: run
+    the job `snapshot`.
+    """
+
+    code = 1071
 
 
 class DamagedTierFile(OperatorError):

@@ -433,10 +433,13 @@ def test_purge_removes_every_object(run: Run) -> None:
         it.tell(log)
         await it.tiered(log.end)
         home = it.worker.topics[TOPIC_ID].home
+        snapshot = layout.snapshot_path(TOPIC, TOPIC_ID)
+        await it.worker.store.put(f"{snapshot}/partition=0/any.parquet", b"x")
         uri, objects = await it.worker.purge(TOPIC_ID, TOPIC)
         assert uri.endswith(f"{TOPIC}/{TOPIC_ID}")
-        assert objects >= 3
+        assert objects >= 4
         assert await it.worker.store.list(home) == []
+        assert await it.worker.store.list(snapshot) == []
 
     run(test)
 

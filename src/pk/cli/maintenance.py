@@ -58,6 +58,9 @@ def run(
     force: Annotated[
         bool, typer.Option("--force", help="compaction: partitions that are not due, too")
     ] = False,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="snapshot: read all rows, not only the new ones")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run one job on a topic's table; with --due, what is due; with --every, again and again.
@@ -67,6 +70,7 @@ def run(
     """
     options: dict[str, Any] = {} if target_bytes is None else {"target_bytes": target_bytes}
     options |= {"force": True} if force else {}
+    options |= {"whole": True} if whole else {}
     with quiet_end():
         try:
             if older_than is not None:

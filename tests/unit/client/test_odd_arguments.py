@@ -81,6 +81,7 @@ GOOD: dict[type, dict[str, dict[str, Any]]] = {
         "seek": {"partition": T0, "offset": 0},
         "seek_to_beginning": {"partitions": T0},
         "seek_to_end": {"partitions": T0},
+        "seek_to_snapshot": {"topic": "t", **TIMED},
         "pause": {"partitions": T0},
         "resume": {"partitions": T0},
         "paused": {},
