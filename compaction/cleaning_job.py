@@ -88,10 +88,12 @@ def make_job(
     delete_retention_ms: int,
     map_bytes: int,
     now_ms: int | None,
+    least_ms: int = CLEANING_MS,
 ) -> CleaningJob:
     """Return the job that does what `plan` says.  Called on the loop, after the plan was made.
 
     now_ms: the time of the controller; None = it is not trusted (rule L10)
+    least_ms: the time limit of the cleaning of an empty log
     """
     config = log.config
     segments = [
@@ -100,7 +102,7 @@ def make_job(
         if each.base_offset < plan.end
     ]
     deadline_ms = None
-    time_limit_ms = CLEANING_MS + sum(each.size for each in segments) // 1000
+    time_limit_ms = least_ms + sum(each.size for each in segments) // 1000
     if now_ms is not None:
         deadline_ms = now_ms + time_limit_ms
         delete_retention_ms = min(delete_retention_ms, TIMESTAMP_MS_MAX - deadline_ms)

@@ -31,6 +31,7 @@ from pk.sim.checkers import (
     check_table,
 )
 from pk.sim.cluster import SimCluster
+from pk.sim.compaction_run import CompactionRun
 from pk.sim.damage_reports import watch_reports
 from pk.sim.faults import Faults
 from pk.sim.full_disk_check import FullDiskCheck
@@ -164,9 +165,8 @@ class Run:
                 self._bounds_of,
             )
             self.faults.transactions.coordinator_of = self.transactions.samples.coordinator_of
-        self.groups: GroupRun | None = None
-        if self.options.groups:
-            self.groups = self._group_run()
+        self.groups = self._group_run() if self.options.groups else None
+        self.compaction = self._compaction_run()
         self._clock = SimClock(self.world.loop)
         self._bounds: dict[PartitionKey, PartitionSample] = self.observer.latest
         self._ticks = 0
@@ -183,6 +183,20 @@ class Run:
             rng.choice(sorted(ASSIGNORS)),
         )
         return GroupRun(shared, self.world.random)
+
+    def _compaction_run(self) -> CompactionRun | None:
+        """Return the part of the run that has compacted topics; None = it has none."""
+        if not self.options.compacted_topics:
+            return None
+        return CompactionRun(
+            self.world,
+            self.cluster,
+            self.observer,
+            self.oracle,
+            self.counts,
+            self._trouble,
+            self._bounds_of,
+        )
 
     # -- the client --------------------------------------------------------------------------------
 
@@ -236,6 +250,8 @@ class Run:
                 self.transactions.start_client(world, life)
             if self.groups is not None:
                 self.groups.start_client(world, life)
+            if self.compaction is not None:
+                self.compaction.start_client(world, life)
 
         self.producers.clear()
         self.consumers.clear()
@@ -262,7 +278,8 @@ class Run:
 
     def _replace_producers(self) -> None:
         """Restart the client if a producer cannot go on because acknowledged records were lost."""
-        if any(producer.over for producer in self.producers):
+        writers = self.compaction is not None and self.compaction.over
+        if writers or any(producer.over for producer in self.producers):
             self.counts["producers gone"] = self.counts.get("producers gone", 0) + 1
             self._restart_client()
 
@@ -303,6 +320,7 @@ class Run:
             **self.counts,
             **(self.transactions.figures() if self.transactions is not None else {}),
             **(self.groups.figures() if self.groups is not None else {}),
+            **(self.compaction.figures() if self.compaction is not None else {}),
             **told,
             **self.cluster.store.counts,
             **self.faults.met,
@@ -363,6 +381,8 @@ class Run:
         self.world.spawn("operator", self.operator.run())
         if self.transactions is not None:
             self.transactions.start()
+        if self.compaction is not None:
+            self.compaction.start()
         options = self.options
         ticks, left_ms = 0, options.fault_ms
         while left_ms > 0 and ticks * options.tick_ms < 4 * options.fault_ms:
@@ -382,6 +402,8 @@ class Run:
             self.transactions.rest()
         if self.groups is not None:
             self.groups.rest()
+        if self.compaction is not None:
+            self.compaction.rest()
         await self._until("chores end", lambda: "" if chores.done() else "a chore goes on")
         chores.result()
 
@@ -417,6 +439,8 @@ class Run:
         run = self.transactions
         if run is not None:
             await self._until("transactions", run.unsettled)
+        if self.compaction is not None:
+            await self._until("keyed records", self.compaction.unsettled)
         await self._until("well", lambda: self.operator.waits() or self.cluster.unwell())
         if run is not None:
             await self._until("stable", run.samples.unstable, STABLE_MS, "V22")
@@ -454,6 +478,11 @@ class Run:
             judging = self.world.spawn("reader", self.groups.judge(reader))
             await self._until("offsets", lambda: "" if judging.done() else "no answer")
             judging.result()
+        if self.compaction is not None:
+            reading = self.world.spawn("reader", self.compaction.read(reader))
+            await self._until("reading", lambda: "" if reading.done() else "it goes on")
+            reading.result()
+            self.compaction.judge()
 
     async def _validate_transactions(self, run: TransactionRun, reader: Any) -> None:
         reading = self.world.spawn("reader", run.read(reader))

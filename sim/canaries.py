@@ -47,6 +47,7 @@ from pk.sim import (
 )
 from pk.sim.campaign import Run
 from pk.sim.canary import FLUSHED, HOT, SAFE, THREE, TIERED, Canary
+from pk.sim.compaction_canaries import COMPACTION_CANARIES
 from pk.sim.group_canaries import GROUP_CANARIES
 from pk.sim.job_canaries import JOB_CANARIES
 from pk.sim.options import KEPT, NodePlan
@@ -471,6 +472,7 @@ CANARIES: dict[str, Canary] = {
     **TRANSACTION_CANARIES,
     **JOB_CANARIES,
     **GROUP_CANARIES,
+    **COMPACTION_CANARIES,
 }  # fmt: skip
 
 

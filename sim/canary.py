@@ -19,6 +19,15 @@ TIERED = {
 }
 HOT = {"tier_enable": "false"}
 FLUSHED = {**HOT, "flush_on_ack": "true"}
+COMPACTED = {
+    **HOT,
+    **KEPT,
+    "cleanup_policy": "compact",
+    "segment_bytes": "14336",
+    "min_cleanable_dirty_ratio": "0.0",
+    "delete_retention_ms": "1500",
+    "flush_on_ack": "true",
+}
 SAFE = {**HOT, "min_insync_replicas": "2"}
 #: Machines lose power one at a time, with long pauses, so that every remaining copy counts.
 THREE = tuple(NodePlan(number) for number in (1, 2, 3))
@@ -50,6 +59,7 @@ class Canary:
     transactions: int = 0  #: number of transactional ids
     jobs: int = 0
     groups: int = 0  #: number of members of the consumer group
+    compacted: Mapping[str, str] | None = None  #: configs of a compacted topic
     lease_ms: int = 5_000  #: participant_lease_ms, if there are jobs
 
     @property
@@ -73,13 +83,21 @@ class Canary:
                 "disk_reserve_bytes": self.reserve_bytes,
                 **({} if size is None else {option: size}),
                 **self._leases,
+                **({} if self.compacted is None else {"log_cleaner_backoff_ms": 100}),
             },
             recent_bytes=self.recent_bytes,
             transactions=self.transactions,
             transaction_topics=self._transaction_topics,
             jobs=self.jobs,
             groups=self.groups,
+            compacted_topics=self._compacted_topics,
         )
+
+    @property
+    def _compacted_topics(self) -> tuple[TopicPlan, ...]:
+        if self.compacted is None:
+            return ()
+        return (TopicPlan("compacted", 1, {**COMPACTED, **self.compacted}, self.copies),)
 
     @property
     def _leases(self) -> dict[str, int]:

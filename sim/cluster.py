@@ -52,6 +52,9 @@ class SimCluster:
         #: `traps`: the same, but called only at the next event and then removed.
         self.listeners: dict[str, Callable[[SimMachine, dict[str, object]], None]] = {}
         self.traps: dict[str, Callable[[SimMachine, dict[str, object]], None]] = {}
+        #: Step of a cleaning ("begun", "written") → function called at the next such step, with the
+        #: machine and the path of the log.
+        self.cleaning_traps: dict[str, Callable[[SimMachine, str], None]] = {}
         #: Role by node id: the process must not start, for another build wrote one of its files.
         self.other_builds: dict[int, str] = {}
         #: Nodes of an older build; a newer level of `pk.format` stops them (rule Q6).
@@ -119,6 +122,12 @@ class SimCluster:
         for told in (self.listeners.get(event), self.traps.pop(event, None)):
             if told is not None:
                 told(next(machine for machine in self.machines if machine.name == host), facts)
+
+    def cleaning(self, machine: SimMachine, step: str, path: str) -> None:
+        """Note a step of a cleaning on `machine`, and let a fault hit it."""
+        trap = self.cleaning_traps.pop(step, None)
+        if trap is not None:
+            trap(machine, path)
 
     def watch_controller(self, machine: SimMachine, node: ControllerNode) -> None:
         """Pass a controller that is about to start to `on_controller`."""

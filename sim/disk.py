@@ -39,6 +39,8 @@ BLOCK = 4096
 
 #: What the error of a full disk says.
 NO_ROOM = "no space for"
+#: The operations that need space: for data, or for names in directories.
+GROWING = ("append", "write_at", "create", "make_dir", "rename")
 
 
 class Crashed(BaseException):

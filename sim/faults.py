@@ -15,8 +15,9 @@ from itertools import combinations
 
 from pk import errors
 from pk.sim.cluster import SimCluster
+from pk.sim.compaction_faults import CompactionFaults
 from pk.sim.corruption import Corruption
-from pk.sim.disk import NO_ROOM
+from pk.sim.disk import GROWING, NO_ROOM
 from pk.sim.format_faults import FormatFaults
 from pk.sim.identity_faults import IdentityFaults
 from pk.sim.machine import DISKS, RESTART_MS, KillableStorage, SimMachine
@@ -52,11 +53,8 @@ AFTERMATH_MS = 9_000
 #: A broker whose clock is this far behind still accepts the timestamps of clients with right clocks
 #: (message_timestamp_after_max_ms).
 CLOCK_BEHIND_MS = (100_000, 1_500_000)
-#: A wrong clock is set right before the grace (campaign.GRACE_MS) is over: after that a node may
-#: trust its clock.
+#: Shorter than the grace (campaign.GRACE_MS), after which a node may trust a wrong clock.
 CLOCK_WRONG_MS = (500, 20_000)
-#: The operations that need space: for data, or for names in directories.
-GROWING = ("append", "write_at", "create", "make_dir", "rename")
 
 
 class Faults:
@@ -96,6 +94,8 @@ class Faults:
         self._older_build = files.older_build
         self._tables = TableFaults(cluster, observer, oracle, self._in, self._meet)
         self.transactions = TransactionFaults(cluster, self._in, self._meet)
+        of_cleanings = CompactionFaults(cluster, observer, self._in, self._meet).begin
+        self._begin = self.transactions.begin | of_cleanings
 
     def _log_uniform(self, bounds: tuple[float, float]) -> float:
         return math.exp(self._rng.uniform(*map(math.log, bounds)))
@@ -129,8 +129,7 @@ class Faults:
             self._world.record(f"fault {name}")
             if name != "leader_full":
                 self.calm_since_ms = max(self.calm_since_ms, now_ms + AFTERMATH_MS)
-            begin = self.transactions.begin.get(name) or getattr(self, f"_{name}")
-            begin()
+            (self._begin.get(name) or getattr(self, f"_{name}"))()
 
     def heal(self) -> None:
         """End all faults; the supervisors restart dead processes."""
@@ -141,6 +140,7 @@ class Faults:
                 storage.crash_at = storage.fault = storage.stall = None
         self._cluster.store.late_commit = self._cluster.store.stall = None
         self._cluster.traps.clear()
+        self._cluster.cleaning_traps.clear()
         self._world.network.trap = None
         self._world.record("healed")
 

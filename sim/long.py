@@ -43,6 +43,8 @@ from pk import clock
 from pk.sim.campaign import Run, RunResult
 from pk.sim.options import (
     CHORES,
+    COMPACTION_CHANCE,
+    COMPACTION_FAULTS,
     FAULTS,
     JOBS_CHANCE,
     TRANSACTION_FAULTS,
@@ -114,6 +116,16 @@ MET_WITH_JOBS = (
     *(f"fault {name}" for name in TRANSACTION_FAULTS),
 )
 #: Events that a campaign must meet at least once (Report.counts).
+MET_WITH_COMPACTION = (
+    "cleanings",
+    "deaths in swaps",
+    "elections in cleanings",
+    "full disks in swaps",
+    "power losses in swaps",
+    "reads of compacted topics",
+    "tombstones removed",
+    *(f"fault {name}" for name in COMPACTION_FAULTS),
+)
 MET = (
     "ISR expand",
     "ISR shrink",
@@ -151,9 +163,10 @@ MET = (
     "tier commits refused",
     "truncations",
     *(f"chore {name}" for name in CHORES),
-    *(f"fault {name}" for name in FAULTS if name not in TRANSACTION_FAULTS),
+    *(f"fault {name}" for name in FAULTS if name not in (*TRANSACTION_FAULTS, *COMPACTION_FAULTS)),
     *(MET_WITH_TRANSACTIONS if TRANSACTIONS_CHANCE else ()),
     *(MET_WITH_JOBS if JOBS_CHANCE else ()),
+    *(MET_WITH_COMPACTION if COMPACTION_CHANCE else ()),
 )
 
 

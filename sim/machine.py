@@ -21,6 +21,7 @@ import contextvars
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from pk import errors, tracing
@@ -30,6 +31,7 @@ from pk.server.broker.node import BrokerNode
 from pk.server.controller.node import ControllerNode
 from pk.server.node.run_config import RunConfig
 from pk.server.tier.node import TierNode
+from pk.sim.cleaner import SimCleaner
 from pk.sim.disk import Crashed, SimDisk, SimStorage
 from pk.sim.loop import SimNode
 from pk.sim.objects import SimObjects
@@ -84,6 +86,8 @@ class MachineEnvironment(Protocol):
     def quorum_of(self) -> dict[str, Any]: ...
 
     def said(self, name: str, event: str, facts: dict[str, object]) -> None: ...
+
+    def cleaning(self, machine: SimMachine, step: str, path: str) -> None: ...
 
     def watch_controller(self, machine: SimMachine, node: ControllerNode) -> None: ...
 
@@ -222,12 +226,25 @@ class SimMachine:
             boot_id=f"{self.name}-boot-{self.boots}",
             incarnation_id=world.new_id(),
             log=NodeLog(process.name, self._cluster),
+            cleaner=self._cleaner(world),
         )
         if self._cluster.options.recent_bytes is not None:
             recent = process.node.core.writers.of(disk).recent
             recent._bytes_max = self._cluster.options.recent_bytes
         self._cluster.watch_broker(self, process.node)
         await process.node.start()
+
+    def _cleaner(self, world: World) -> SimCleaner | None:
+        """Return the cleaner of a broker that starts; runs without compacted topics have none."""
+        if not self._cluster.options.compacted_topics:
+            return None
+        node = self.sim_node(BROKER)
+        assert node is not None
+        drawn = self._world.random(f"{self.name}/{node.incarnation}/cleaner")
+        hit = self._cluster.cleaning
+        return SimCleaner(
+            world.clock, drawn, partial(hit, self, "begun"), partial(hit, self, "written")
+        )
 
     async def _start_tier(self, world: World) -> None:
         process, cluster = self.processes[TIER], self._cluster

@@ -74,6 +74,8 @@ TRANSACTION_FAULTS = (
     "kill_at_markers",
     "coordinator_full",
 )
+#: Faults of cleanings (compaction_faults.py).  Only runs with compacted topics draw them.
+COMPACTION_FAULTS = ("power_in_swap", "death_in_swap", "full_in_swap", "election_in_cleaning")
 #: The faults of a run that names none.
 _USUAL_FAULTS = (
     *_FIRST_FAULTS,
@@ -87,7 +89,7 @@ _USUAL_FAULTS = (
     *_FRONT_FAULTS,
 )
 #: The faults that a seed may draw; `SimOptions.faults` holds those that a run may meet.
-FAULTS = (*_USUAL_FAULTS, *TRANSACTION_FAULTS)
+FAULTS = (*_USUAL_FAULTS, *TRANSACTION_FAULTS, *COMPACTION_FAULTS)
 #: The administrator's chores, in two groups: a seed draws the second group later, too.
 _FIRST_CHORES = ("recreate", "grow", "delete_records", "configure", "reassign", "elect")
 _LATER_CHORES = ("reassign_back", "toggle")
@@ -125,6 +127,10 @@ TRANSACTIONS_CHANCE = 0.4
 #: coordinators promises little (loss_model.py).
 JOBS_CHANCE = 0.3
 JOB_BROKERS_MIN = 3
+#: The share of seeds with compacted topics.
+COMPACTION_CHANCE = 0.25
+#: delete_retention_ms of compacted topics.
+DELETE_RETENTION_MS = (1_500, 4_000, 60_000)
 #: participant_lease_ms and participant_transaction_max_ms; the longer one is at most the longest
 #: timeout of transactions.TIMEOUT_MS.
 LEASE_MS = (2_000, 5_000, 10_000)
@@ -217,6 +223,8 @@ class SimOptions:
     #: Number of members of the consumer group that reads the topics; not in `repr` either.  Only
     #: runs that name them have them.
     groups: int = field(default=0, repr=False)
+    #: Topics whose logs are cleaned, with writers and readers of their own; not in `repr` either.
+    compacted_topics: tuple[TopicPlan, ...] = field(default=(), repr=False)
 
     @property
     def job_ids(self) -> tuple[str, ...]:
@@ -271,6 +279,8 @@ def drawn(rng: random.Random, *, faults: Iterable[str] | None = None, **given: A
         options = with_transactions(rng, options, brokers)
     if rng.random() < JOBS_CHANCE and brokers >= JOB_BROKERS_MIN:
         options = with_jobs(rng, options, brokers)
+    if rng.random() < COMPACTION_CHANCE:
+        options = with_compaction(rng, options, brokers)
     return options
 
 
@@ -300,6 +310,40 @@ def with_jobs(rng: random.Random, options: SimOptions, brokers: int) -> SimOptio
         "participant_transaction_max_ms": rng.choice(BATCH_MAX_MS),
     }
     return replace(options, jobs=rng.randint(1, 2), server={**options.server, **leases})
+
+
+def with_compaction(rng: random.Random, options: SimOptions, brokers: int) -> SimOptions:
+    """Return the options with drawn compacted topics, and faults that hit their cleanings."""
+    topics = tuple(
+        _compacted_topic(rng, number, brokers) for number in range(rng.choice([1, 1, 2]))
+    )
+    faults = tuple(name for name in COMPACTION_FAULTS if rng.random() < 0.6)
+    backoff = {"log_cleaner_backoff_ms": rng.choice([100, 300, 1_000])}
+    return replace(
+        options,
+        compacted_topics=topics,
+        faults=(*options.faults, *faults),
+        server={**options.server, **backoff},
+    )
+
+
+def _compacted_topic(rng: random.Random, number: int, brokers: int) -> TopicPlan:
+    drawn = _topic(rng, number, brokers)
+    kept = ("segment_bytes", "index_interval_bytes", "file_delete_delay_ms", "min_insync_replicas",
+            "unclean_leader_election_enable", "flush_on_ack", "message_timestamp_type")  # fmt: skip
+    configs = {name: value for name, value in drawn.configs.items() if name in kept}
+    configs.update(
+        KEPT,
+        tier_enable="false",
+        cleanup_policy="compact",
+        segment_bytes=str(SEGMENT_BYTES_LEAST),
+        min_cleanable_dirty_ratio=str(rng.choice([0.0, 0.1, 0.4])),
+        delete_retention_ms=str(rng.choice(DELETE_RETENTION_MS)),
+    )
+    if rng.random() < 0.3:
+        configs["max_compaction_lag_ms"] = "2000"
+    partitions = rng.randint(1, 2)
+    return replace(drawn, name=f"compacted{number}", partitions=partitions, configs=configs)
 
 
 def _transaction_topic(rng: random.Random, number: int, brokers: int) -> TopicPlan:

@@ -58,7 +58,9 @@ class Observer:
         self._oracle = oracle
         self._counts = counts
         options = cluster.options
-        self.losses = LossModel(oracle, options.topics, options.transaction_topics)
+        unharmed = (*options.transaction_topics, *options.compacted_topics)
+        self.losses = LossModel(oracle, options.topics, unharmed)
+        self._cleaned: dict[PartitionKey, int] = {}  #: the largest cleaned end of any replica
         cluster.listeners["replica_made_anew"] = self._made_anew
         cluster.listeners["log_begun_anew"] = self._begun_anew
         cluster.listeners["partition_offline"] = self._offline
@@ -68,6 +70,7 @@ class Observer:
         self.replicas = ReplicaCheck(oracle)
         self.image = MetadataImage()  #: image of the committed records
         self.latest: dict[PartitionKey, PartitionSample] = {}  #: last sample of the leader
+        self.highest: dict[PartitionKey, int] = {}  #: the largest high watermark of any leader
         self._records: list[tuple[int, Any]] = []
         self._registrations: dict[int, NodeId] = {}  # committed broker epoch → broker
         self._ends: dict[tuple[PartitionKey, NodeId], int] = {}
@@ -268,7 +271,10 @@ class Observer:
             self.invariants.forget(machine.node_id, key)
 
     def _begun_anew(self, machine: SimMachine, told: dict[str, object]) -> None:
-        self._begun[machine.node_id, str(told["partition"])] = None
+        partition = str(told["partition"])
+        self._begun[machine.node_id, partition] = None
+        if any(key in self._cleaned for key in self._called(partition)):  # rule C8
+            self.given_up(machine, partition)
 
     def _offline(self, machine: SimMachine, told: dict[str, object]) -> None:
         """Note that a replica is offline, perhaps because a full disk stopped its new log.
@@ -380,6 +386,9 @@ class Observer:
             isr_ends=isr_ends,
         )
         at, end = self.replicas.check(sample)
+        if log.cleaned.end or key in self._cleaned:
+            cleaned = self._cleaned[key] = max(log.cleaned.end, self._cleaned.get(key, 0))
+            at = self.replicas.skip(key, broker, max(at, min(cleaned, end)))
         # A damaged copy is not compared: it must not be served, and the readers check what is
         # served.
         rotten = self.losses.is_rotten(key, broker)
@@ -434,6 +443,7 @@ class Observer:
         self.invariants.check(sample)
         if current:
             self.latest[key] = sample
+            self.highest[key] = max(sample.high_watermark, self.highest.get(key, 0))
 
     # -- every tick --------------------------------------------------------------------------------
 

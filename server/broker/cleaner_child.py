@@ -35,6 +35,8 @@ COMMAND = (sys.executable, "-m", "pk.compaction.cleaner_process")
 class CleanerChild:
     """Runs cleanings in a process of their own, one at a time."""
 
+    least_ms = cleaning_job.CLEANING_MS
+
     def __init__(
         self,
         clock: Clock,

@@ -54,6 +54,11 @@ _NEVER = 2**63 - 1
 class Cleaner(Protocol):
     """Does the work of one cleaning at a time."""
 
+    @property
+    def least_ms(self) -> int:
+        """The time limit of the cleaning of an empty log."""
+        ...
+
     async def clean(self, disk: Disk, job: CleaningJob) -> CleaningResult:
         """Write the cleaned segments; see `local_cleaner.clean`, also for what is raised."""
         ...
@@ -212,6 +217,7 @@ class LogCleaner:
             delete_retention_ms=partition.settings["delete_retention_ms"],
             map_bytes=env.server["log_cleaner_dedupe_buffer_size"],
             now_ms=self._clocks.trusted_ms(),
+            least_ms=cleaner.least_ms,
         )
         refusal = partition.writer.space.room_refusal(sum(each.size for each in job.segments))
         if refusal is not None:

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from pk.compaction import local_cleaner
-from pk.compaction.cleaning_job import CleaningJob, CleaningResult
+from pk.compaction.cleaning_job import CLEANING_MS, CleaningJob, CleaningResult
 from pk.log.storage import Disk
 from tests.kit.cleaned_log import HASH
 
@@ -15,6 +15,8 @@ class InProcessCleaner:
     """Cleans in the process of the test; `before` runs before the cleaning, `meanwhile` before the
     result is returned.
     """
+
+    least_ms = CLEANING_MS
 
     def __init__(self) -> None:
         self.jobs: list[CleaningJob] = []
