@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from pk import errors
+from pk import errors, limits
 from pk.client.coordinator_calls import CoordinatorCalls
 from pk.client.group_types import ConsumerGroupMetadata, OffsetAndMetadata, OffsetsToCommit
 from pk.client.network_client import NetworkClient
@@ -148,9 +148,10 @@ class GroupCommits:
                 offsets[wanted.keys.get(place) or await self._key(place, timeout_ms)] = each
             except errors.PkError as absent:  # the other partitions are committed
                 problem = absent
-        if offsets:
+        for part in _parts(offsets):
+            few = {key: offsets[key] for key in part}
             self._sequence += 1
-            reply = await self._call(self._request(offsets), wanted.who, offsets, deadline_ms)
+            reply = await self._call(self._request(few), wanted.who, few, deadline_ms)
             for refused in reply.refused:
                 problem = frames.raise_error(refused.error)
         if problem is not None:
@@ -222,11 +223,16 @@ class GroupCommits:
     ) -> dict[PartitionKey, OffsetAndMetadata]:
         """Return the committed offsets of those partitions that have one."""
         found: dict[PartitionKey, OffsetAndMetadata] = {}
-        topics = topics_of(keys)
-        if not topics:
-            return found
+        for part in _parts(sorted(keys)):
+            found.update(await self._fetch(part, timeout_ms))
+        return found
+
+    async def _fetch(
+        self, keys: Sequence[PartitionKey], timeout_ms: int
+    ) -> dict[PartitionKey, OffsetAndMetadata]:
+        found: dict[PartitionKey, OffsetAndMetadata] = {}
         request = wire.OffsetFetchRequest(require_stable=self._stable)
-        request.groups.add(group_id=self._calls.key, topics=topics)
+        request.groups.add(group_id=self._calls.key, topics=topics_of(keys))
         reply = await self._calls.call_of_one(request, timeout_ms)
         for topic in reply.groups[0].topics:
             for row in zip(
@@ -235,6 +241,13 @@ class GroupCommits:
                 if row[1] >= 0:
                     found[PartitionKey(topic.topic_id, row[0])] = OffsetAndMetadata(*row[1:])
         return found
+
+
+def _parts(keys: Iterable[PartitionKey]) -> Iterator[Sequence[PartitionKey]]:
+    """Yield the partitions in parts, each as large as a request may be."""
+    listed, size = list(keys), limits.OFFSETS_PER_REQUEST_MAX
+    for at in range(0, len(listed), size):
+        yield listed[at : at + size]
 
 
 def asked(who: ConsumerGroupMetadata) -> wire.GroupMember:

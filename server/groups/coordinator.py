@@ -474,6 +474,8 @@ class GroupCoordinators:
             )
         parked = hosted.parked.setdefault(group_id, Counter())
         parked.update(places)
+        name = (group_id, request.member.member_id)
+        hosted.sessions.asks(*name, self._env.now_ms)
         try:
             await _registered(register(hosted.key))
             if self._serving(group_id) is not hosted:
@@ -482,6 +484,7 @@ class GroupCoordinators:
             reply: wire.TxnOffsetCommitReply = await self._ask(hosted, command)
             return reply
         finally:
+            hosted.sessions.answered(*name, self._env.now_ms)
             parked -= places
             if not parked:
                 hosted.parked.pop(group_id, None)

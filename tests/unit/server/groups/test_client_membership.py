@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pk import errors
+from pk import errors, limits
 from pk.client.assignors import ASSIGNORS
 from pk.client.group_membership import GroupMembership
 from pk.client.group_types import AssignmentChange, OffsetAndMetadata, OffsetsToCommit
@@ -335,6 +335,26 @@ def test_later_commits_join_the_one_that_waits(make_cluster: Any) -> None:
         await asyncio.ensure_future(app.commit({T[0]: 1, T[2]: 1}))  # every call is a task
         assert await app.committed(*T[:3]) == [1, 99, 1]
         await app.close()
+
+    run_story(make_cluster, story)
+
+
+def test_many_partitions_are_committed_and_fetched_in_parts(
+    make_cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member may own more partitions than one request names."""
+    monkeypatch.setattr(limits, "OFFSETS_PER_REQUEST_MAX", 3)
+
+    async def story(cluster: Any) -> None:
+        app = App(cluster)
+        await app.until(lambda: len(app.owned) == 4)
+        await app.commit({place: 5 + place.partition for place in T})
+        assert await app.committed(*T) == [5, 6, 7, 8]
+        await app.close()
+        again = App(cluster)
+        await again.until(lambda: len(again.owned) == 4)
+        assert again.changes[-1].assigned == dict(zip(T, [5, 6, 7, 8], strict=True))
+        await again.close()
 
     run_story(make_cluster, story)
 
