@@ -112,16 +112,15 @@ def test_a_null_key_is_refused(tmp_path: Path) -> None:
             producer.send(TOPIC, b"value", key=b"k", partition=0).result(PATIENCE_S)
 
 
-def test_a_topic_with_a_tier_is_refused(tmp_path: Path) -> None:
-    # rule C2
+def test_a_topic_with_a_tier_is_accepted(tmp_path: Path) -> None:
+    """Rule C2: a Spark job compacts its table."""
     tier_url = (tmp_path / "tier").as_uri()
     with (
         EmbeddedServer(tmp_path, settings=SETTINGS, tier_url=tier_url) as server,
         AdminClient(server.address) as admin,
     ):
-        (refused,) = admin.create_topics([NewTopic(TOPIC, 1, configs=CONFIGS)])
-        assert isinstance(refused.error, errors.UnsupportedFeature)
-        assert "tier_enable" in refused.error.message
+        (created,) = admin.create_topics([NewTopic(TOPIC, 1, configs=CONFIGS)])
+        assert created.error is None
         local = {**CONFIGS, "tier_enable": "false"}
-        (created,) = admin.create_topics([NewTopic(TOPIC, 1, configs=local)])
+        (created,) = admin.create_topics([NewTopic(f"{TOPIC}2", 1, configs=local)])
         assert created.error is None
