@@ -18,7 +18,7 @@ class IndexCache:
         self._bytes_max = bytes_max
         self._entries: OrderedDict[Segment, SparseIndex] = OrderedDict()
 
-    def get(self, segment: Segment, interval: int) -> SparseIndex:
+    def get(self, segment: Segment, interval: int, *, dense: bool = False) -> SparseIndex:
         """Return the segment's index: loaded, or rebuilt if the files are missing or torn.  May be
         called from any thread: each step is atomic, and two threads may load the same index.
         """
@@ -32,9 +32,9 @@ class IndexCache:
         try:
             found, extent = segment.load_index()
             if extent.size != segment.written.size:
-                found = segment.reindexed(interval)
+                found = segment.reindexed(interval, dense=dense)
         except (index.CorruptIndex, FileNotFoundError):
-            found = segment.reindexed(interval)
+            found = segment.reindexed(interval, dense=dense)
         self._entries[segment] = found
         self._trim()
         return found

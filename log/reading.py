@@ -120,11 +120,13 @@ class LocalLogReader:
                 break
             limit = _whole_until(segment, offset, bound) if segment.damage else bound
             with self._guarding(segment):
-                piece = segment.piece(self._index(segment), offset, limit, max_bytes, min_one_batch)
+                piece = segment.piece(
+                    self._index(segment), offset, limit, max_bytes, min_one_batch, dense=self._dense
+                )
             if piece is None:
                 continue  # nothing at or above `offset` is left in this segment
             begins = piece.base_offset if piece.data else piece.next_offset
-            if begins > offset and not self._local.config.compacted:
+            if begins > offset and self._dense:
                 raise errors.CorruptLog(  # the checksum does not cover the offset in a header
                     f"{segment.path()}: offsets [{offset}, {begins}) are in no batch",
                     offset=str(offset),
@@ -155,8 +157,14 @@ class LocalLogReader:
                 next_offset=str(header.next_offset),
             )
 
+    @property
+    def _dense(self) -> bool:
+        """Whether each batch begins at the offset where the batch before it ends."""
+        return not self._local.config.compacted
+
     def _index(self, segment: Segment) -> SparseIndex:
-        return self._local.cache.get(segment, self._local.config.index_interval_bytes)
+        interval = self._local.config.index_interval_bytes
+        return self._local.cache.get(segment, interval, dense=self._dense)
 
     @contextlib.contextmanager
     def _guarding(self, segment: Segment) -> Iterator[None]:
@@ -239,7 +247,7 @@ class LocalLogReader:
                 end_offset=extent.next_offset,
                 index=self._index_if_whole(segment),
                 epoch_of=self._epochs.epoch_of,
-                dense=not self._local.config.compacted,
+                dense=self._dense,
             )
         except FileNotFoundError:
             if segment.dropped or self._local.retired:

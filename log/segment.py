@@ -33,6 +33,7 @@ from pk.log.damage import UNKNOWN, Damage, ReadAt
 from pk.log.index import Extent, SparseIndex
 from pk.log.recovery import Stop
 from pk.log.storage import File, Storage
+from pk.types import NONE
 
 LOG, INDEX, TIMEINDEX, TXNINDEX, SNAPSHOT = ".log", ".index", ".timeindex", ".txnindex", ".snapshot"
 DELETED = ".deleted"
@@ -316,16 +317,25 @@ class Segment:
             return opened.read(position, size)
 
     def piece(
-        self, sparse: SparseIndex, offset: int, bound: int, max_bytes: int, min_one: bool
+        self,
+        sparse: SparseIndex,
+        offset: int,
+        bound: int,
+        max_bytes: int,
+        min_one: bool,
+        *,
+        dense: bool = False,
     ) -> Piece | None:
         """Return the whole batches below `bound`, from the batch that holds `offset` (or the
         next) on; None if there is none.
+
+        dense: each batch begins at the offset where the batch before it ends
         """
         if self.file is not None:
-            found = self._cut(self.read_at, sparse, offset, bound, max_bytes, min_one)
+            found = self._cut(self.read_at, sparse, offset, bound, max_bytes, min_one, dense)
         else:
             with self._open() as opened:
-                found = self._cut(opened.read, sparse, offset, bound, max_bytes, min_one)
+                found = self._cut(opened.read, sparse, offset, bound, max_bytes, min_one, dense)
         if found is None:
             return None
         if len(self.hints) >= HINTS_MAX:
@@ -340,6 +350,7 @@ class Segment:
         bound: int,
         max_bytes: int,
         min_one: bool,
+        dense: bool,
     ) -> Piece | None:
         """Find and read whole batches; see the function `cut`.  Raises `CorruptLog`, with the
         range.
@@ -347,19 +358,22 @@ class Segment:
         extent = self.written
         try:
             return cut(
-                read, sparse, extent, self.hints, offset, bound, max_bytes, min_one, self.damage
-            )
+                read, sparse, extent, self.hints, offset, bound, max_bytes, min_one, self.damage,
+                dense=dense,
+            )  # fmt: skip
         except NoBatch as stop:
             size, end = extent.size, extent.next_offset
             raise stop.named(self.path(), read, size, sparse, end) from stop
 
-    def reindexed(self, interval: int) -> SparseIndex:
+    def reindexed(self, interval: int, *, dense: bool = False) -> SparseIndex:
         """Rebuild the index from the log's headers (a derived file was missing or torn).  Raises
         `CorruptLog`.
         """
         sparse = SparseIndex(self.base_offset)
         extent = Extent(0, self.base_offset)
-        walk = BatchWalk(self.read_at, 0, self.written.size, self.base_offset, damage=self.damage)
+        walk = BatchWalk(
+            self.read_at, 0, self.written.size, self.base_offset, dense=dense, damage=self.damage
+        )
         for position, header in walk:
             if position > extent.size:
                 extent = extent.beyond(position, header.base_offset)
@@ -442,21 +456,27 @@ def cut(
     max_bytes: int,
     min_one: bool,
     damage: tuple[Damage, ...] = (),
+    *,
+    dense: bool = False,
 ) -> Piece | None:
     """Find the byte range of the whole batches in `[offset, bound)` by index and headers, then read
     it in one go.  `damage` is outside of `[offset, bound)`.  Raises `NoBatch`.
+
+    dense: each batch begins where the batch before it ends.  No checksum covers the offset of a
+        batch.  A reader compares it with the batches on both sides, and the last batch of a piece
+        has none behind it: its place follows from the index, and from the headers in front of it.
     """
     for each in damage:
         if offset < each.start:  # for the reader the segment ends there
             extent = extent.beyond(each.position, each.start)
             break
-    start = hints.get(offset)
-    if start is None or start >= extent.size:
-        start = _start_of(read, sparse, extent, offset, damage)
-    if start is None:
+    start, base = hints.get(offset, NONE), offset
+    if not NONE < start < extent.size:
+        start, base = _start_of(read, sparse, extent, offset, damage, dense)
+    if start == NONE:
         return None
     end, next_offset = _end_of(
-        read, sparse, extent, start, offset, bound, start + max(max_bytes, 0)
+        read, sparse, extent, start, base, bound, start + max(max_bytes, 0), dense
     )
     if end == start:
         header = _header_at(read, start, offset)
@@ -498,15 +518,19 @@ def _start_of(
     extent: Extent,
     offset: int,
     damage: tuple[Damage, ...],
-) -> int | None:
+    dense: bool,
+) -> tuple[int, int]:
+    """Return position and base offset of the batch that holds `offset`, or of the next one; NONE =
+    there is none.
+    """
     position, base = sparse.floor_position(sparse.floor(offset))
-    walk = BatchWalk(read, position, extent.size, base, damage=damage)
+    walk = BatchWalk(read, position, extent.size, base, dense=dense, damage=damage)
     for at, header in walk:
         if header.last_offset >= offset:
-            return at
+            return at, header.base_offset
     if walk.stop is not Stop.END:
         raise NoBatch(walk.position, walk.next_offset, walk.problem)
-    return None
+    return NONE, NONE
 
 
 def _end_of(
@@ -514,25 +538,26 @@ def _end_of(
     sparse: SparseIndex,
     extent: Extent,
     start: int,
-    offset: int,
+    base: int,
     bound: int,
     limit: int,
+    dense: bool,
 ) -> tuple[int, int]:
-    """Return `(end, next offset)` of the whole batches from `start` that end by `limit` and lie
-    below `bound`.
+    """Return `(end, next offset)` of the whole batches from `start`, where `base` begins, that end
+    by `limit` and lie below `bound`.
     """
     if limit >= extent.size and bound >= extent.next_offset:
         return extent.size, extent.next_offset
     position = min(sparse.floor_position(limit)[0], sparse.floor(bound))
-    begin, base = (start, offset) if position <= start else sparse.floor_position(position)
-    return _whole(read, begin, base, min(extent.size, limit), bound)
+    begin, base = (start, base) if position <= start else sparse.floor_position(position)
+    return _whole(read, begin, base, min(extent.size, limit), bound, dense)
 
 
 def _whole(
-    read: ReadAt, position: int, next_offset: int, limit: int, bound: int
+    read: ReadAt, position: int, next_offset: int, limit: int, bound: int, dense: bool
 ) -> tuple[int, int]:
     """Step over batches from `position`: return `(end, next offset)` of the last one that ends by
-    `limit` and below `bound`.  It is a `BatchWalk` without the checks, because every fetch runs it.
+    `limit` and below `bound`.  It is a `BatchWalk` with few checks, because every fetch runs it.
     """
     end = position
     while limit - end >= HEADER_BYTES:
@@ -544,6 +569,8 @@ def _whole(
             base, length, magic, delta = _BRIEF.unpack_from(chunk, at)
             if magic != batches.MAGIC or length < HEADER_BYTES:
                 raise NoBatch(end, next_offset)
+            if dense and base != next_offset:
+                raise NoBatch(end, next_offset, f"offset {base} instead of {next_offset}")
             following = base + delta + 1
             if end + length > limit or following > bound:
                 return end, next_offset

@@ -377,3 +377,53 @@ def test_damage_that_is_met_names_its_file_and_range(where: int, reader: str) ->
     assert told.value.message.startswith(f"{file} at {at}: {range_}")
     assert told.value.details["next_offset"] == str(header.next_offset)
     assert told.value.details["file"] == file
+
+
+def consumed(log: PartitionLog) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Read as a consumer does, which compares the place of each batch with its neighbours'.  Return
+    (offset, checksum) of every batch, and the ranges that are reported as lost.
+    """
+    offset, found, lost = log.local_log_start, [], []
+    while offset < log.written_end:
+        try:
+            read = log.read(offset, bound=log.written_end, max_bytes=700, verify_first=True)
+        except errors.DataLoss as told:
+            lost.append((int(told.details["offset"]), int(told.details["next_offset"])))
+            offset = lost[-1][1]
+            continue
+        except errors.CorruptLog as told:
+            if not log.survey(int(told.details["offset"])):
+                raise
+            continue
+        headers = [header for header, _ in batches.iter_batches(read.data)]
+        ends = [header.base_offset for header in headers[1:]] + [read.next_offset]
+        before = offset
+        for header, after in zip(headers, ends, strict=True):
+            try:
+                batches.check_place(header, before, after, first=before == offset)
+            except errors.CorruptBatch:
+                break
+            found.append((header.base_offset, header.crc))
+            before = header.next_offset
+        offset = before
+    return found, lost
+
+
+@pytest.mark.parametrize("clean", [True, False])
+@pytest.mark.parametrize("bit", [0, 1, 4, 20, 50])
+def test_an_offset_that_no_checksum_covers_is_compared_with_the_place(
+    bit: int, clean: bool
+) -> None:
+    """Whichever batch it is: also the last one of a read, which has no batch behind it."""
+    for number in range(38):
+        bench = filled()
+        truth = [(header.base_offset, header.crc) for _, _, header in places(bench)]
+        base, at, header = places(bench)[number]
+        if clean:
+            bench.log.close()
+        flip(bench, base, at + bit // 8, bit % 8)
+        log = bench.open(clean=clean, skip_damaged=True)
+        found, lost = consumed(log)
+        assert [each for each in found if each not in truth] == []
+        assert [each for each in truth if each not in found] == [(header.base_offset, header.crc)]
+        assert lost == [range_of(header)]
