@@ -384,6 +384,19 @@ class AdminClient:
         """
         return self._tier.accept_tier(topic, timeout_s)
 
+    def retain_tier(self, topic: str, *, timeout_s: float = TIMEOUT_S) -> dict[int, int]:
+        """Have the leader of each partition apply retention now; return the log starts before it.
+
+        Rows leave the table with the next commits.  Raises `InvalidRequest` without a tier.
+        """
+        return self._tier.retain_tier(topic, timeout_s)
+
+    def vacuum_tier(self, topic: str, *, timeout_s: float = 300.0) -> int:
+        """Delete the files that the table dropped tier_vacuum_retention_ms ago; return their
+        number.  Raises `TierUnavailable` while the broker does not trust its clock (rule L10).
+        """
+        return self._tier.vacuum_tier(topic, timeout_s)
+
     # -- consumer groups ---------------------------------------------------------------------------
 
     def list_groups(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from pk import errors
 from pk.client import arguments
 from pk.client.admin import described
 from pk.client.admin.connection import AdminConnection
@@ -49,6 +50,23 @@ class TierCalls:
         """Accept that another engine deleted rows."""
         return self._tier_rows(topic, timeout_s, accept=True)
 
+    def retain_tier(self, topic: str, timeout_s: float) -> dict[int, int]:
+        """Have each leader apply retention now."""
+        name, cluster = arguments.topic(topic), self._connection.cluster
+        found = self._connection.run(lambda ms: _ask_now(cluster, name, "retention", ms), timeout_s)
+        return {partition: reply.log_start for partition, reply in found.items()}
+
+    def vacuum_tier(self, topic: str, timeout_s: float) -> int:
+        """Vacuum the table now."""
+        name, cluster = arguments.topic(topic), self._connection.cluster
+        found = self._connection.run(lambda ms: _ask_now(cluster, name, "vacuum", ms), timeout_s)
+        if found[0].put_off:
+            raise errors.TierUnavailable(
+                f"the table of topic {name} was not vacuumed: the broker does not trust its clock "
+                "(rule L10); `pk brokers list` shows why, `pk brokers confirm-clock` ends it"
+            )
+        return int(found[0].files)
+
     def _tier_rows(self, topic: str, timeout_s: float, *, accept: bool) -> dict[int, TierRows]:
         name, cluster = arguments.topic(topic), self._connection.cluster
         return self._connection.run(lambda ms: _ask_leaders(cluster, name, accept, ms), timeout_s)
@@ -77,6 +95,33 @@ async def _ask_leaders(
             reply: Any = await cluster.call_node(leader.node, request, timeout_ms=one_ms)
             ranges = tuple((each.start, each.end) for each in reply.ranges)
             found[partition] = TierRows(reply.rows, reply.missing, ranges, reply.version)
+
+    await cluster.retrying(attempt, timeout_ms)
+    return found
+
+
+async def _ask_now(
+    cluster: NetworkClient, topic: str, work: str, timeout_ms: int
+) -> dict[int, wire.TierNowReply]:
+    """Send a request to the leader of each partition; a vacuum only to that of partition 0."""
+    known = await cluster.topic(topic, timeout_ms)
+    found: dict[int, wire.TierNowReply] = {}
+
+    async def attempt(one_ms: int) -> None:
+        for partition in range(known.partitions if work == "retention" else 1):
+            if partition in found:
+                continue
+            place = TopicPartition(topic, partition)
+            key = cluster.metadata.key(place)
+            leader = cluster.metadata.leader(key)
+            if leader is None:
+                cluster.want_metadata()
+                raise cluster.metadata.leaderless(place)
+            request = wire.TierNowRequest(
+                topic=topic, topic_id=key.topic_id, partition=partition, work=work
+            )
+            reply: Any = await cluster.call_node(leader.node, request, timeout_ms=one_ms)
+            found[partition] = reply
 
     await cluster.retrying(attempt, timeout_ms)
     return found

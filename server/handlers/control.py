@@ -98,6 +98,7 @@ class ControlStream:
             "describe_producers": self._describe_producers,
             "describe_tier": lambda request, _: tier.describe_tier(request),
             "tier_rows": lambda request, _: tier.tier_rows(request),
+            "tier_now": lambda request, _: tier.tier_now(request),
             "tier_partitions": lambda request, _: tier.tier_partitions(request),
             "tier_progress": self._tier_progress,
             "create_topics": admin.create,

@@ -213,6 +213,23 @@ class TierRequests:
             raise errors.InvalidRequest(f"{partition}: the topic has no tier")
         return await self._tier.rows(request)
 
+    async def tier_now(self, request: wire.TierNowRequest) -> wire.TierNowReply:
+        """Apply retention to a partition that this broker leads, or vacuum the table, without
+        waiting for the interval.
+
+        The reply to retention has the log start before it: the pass begins at the next tick.
+        """
+        partition = self._partitions.find(PartitionKey(request.topic_id, request.partition))
+        partition.serving()
+        if not partition.tiered:
+            raise errors.InvalidRequest(f"{partition}: the topic has no tier")
+        if request.work == "retention":
+            self._due.retain_soon(partition.key)
+            return wire.TierNowReply(log_start=partition.log.log_start)
+        if request.work != "vacuum":
+            raise errors.InvalidRequest(f"{request.work[:40]!r} is no work of a tier")
+        return await self._tier.vacuum(request)
+
     async def commit_to_table(self, request: wire.CommitToTableRequest) -> wire.CommitToTableReply:
         """Hand the files of a maintenance job to the owner of the table (rules C5, T3).
 

@@ -121,6 +121,10 @@ class TierClient:
         """Repair or accept missing rows (rule T17)."""
         return (await self._call(request, ROWS_TIMEOUT_MS)).head.tier_rows_reply
 
+    async def vacuum(self, request: wire.TierNowRequest) -> wire.TierNowReply:
+        """Delete the files that the table dropped long enough ago, now."""
+        return (await self._call(request, ROWS_TIMEOUT_MS)).head.tier_now_reply
+
     async def commit(self, request: wire.CommitToTableRequest) -> wire.CommitToTableReply:
         """Hand the files of a maintenance job to the owner of the table (rule C5)."""
         frame = await self._call(request, COMMIT_TIMEOUT_MS)

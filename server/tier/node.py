@@ -333,6 +333,7 @@ class TierNode:
             "tier_confirm": ready(self._confirm),
             "tier_purge": ready(self._purge),
             "tier_rows": ready(self.worker.rows_missing),
+            "tier_now": ready(self._vacuum),
             "commit_to_table": ready(self.worker.commit_to_table),
             "describe_tier": self._describe,
         }
@@ -340,6 +341,14 @@ class TierNode:
     def _check_probed(self) -> None:
         if self.problem is not None:
             raise self.problem.with_traceback(None)  # Y1; drop the traceback, which would grow
+
+    async def _vacuum(self, request: wire.TierNowRequest) -> wire.TierNowReply:
+        """Vacuum a table now; the table takes turns with the owner's commits."""
+        table = self.worker.topic(request.topic_id, request.topic).table
+        retention_ms = int(self.run.server["tier_vacuum_retention_ms"])
+        removed = await table.vacuum(retention_ms, self._ask_clock)
+        self.worker.counts.vacuumed_files += removed or 0
+        return wire.TierNowReply(files=removed or 0, put_off=removed is None)
 
     async def _fetch(self, request: wire.TierFetchRequest, frame: frames.Frame) -> Any:
         clock = self.world.clock

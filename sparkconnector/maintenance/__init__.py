@@ -9,6 +9,7 @@ killed at any point: what it wrote is then named by no version.
     compaction  the latest record of each key stays, in the table of a compacted topic
     audit       rows, row sums and offsets of a version against its counters and the local log
     snapshot    the latest value of each key as of an offset of each partition, as a Delta table
+    retention   the brokers apply retention now; vacuum: they delete replaced files now
     sweep       removes uploads that no version names; without Spark
 """
 

@@ -90,6 +90,18 @@ def _snapshot(spark: SparkHolder, bootstrap: str, topic: str, **options: Any) ->
     return snapshot(spark.session(), bootstrap, topic, **options)
 
 
+def _retention(_spark: SparkHolder, bootstrap: str, topic: str) -> JobReport:
+    from pk.sparkconnector.maintenance.owner_jobs import retention
+
+    return retention(bootstrap, topic)
+
+
+def _vacuum(_spark: SparkHolder, bootstrap: str, topic: str) -> JobReport:
+    from pk.sparkconnector.maintenance.owner_jobs import vacuum
+
+    return vacuum(bootstrap, topic)
+
+
 #: job → its function, and the options that it takes
 WORK: dict[str, tuple[Work, tuple[str, ...]]] = {
     "optimize": (_optimize, ("target_bytes",)),
@@ -97,6 +109,8 @@ WORK: dict[str, tuple[Work, tuple[str, ...]]] = {
     "audit": (_audit, ()),
     "sweep": (_sweep, ("older_than_ms",)),
     "snapshot": (_snapshot, ("whole",)),
+    "retention": (_retention, ()),
+    "vacuum": (_vacuum, ()),
 }
 assert WORK.keys() == schedules.JOBS.keys()
 

@@ -34,6 +34,8 @@ JOBS = {
     "compaction": "remove superseded records from the table of a compacted topic",
     "audit": "compare the table with its counters and the local log",
     "sweep": "remove uploads that no version names",
+    "retention": "apply retention now",
+    "vacuum": "delete files that the table dropped long enough ago, now",
     "snapshot": "bring the latest value of each key to a Delta table",
 }
 EVERY_MIN_MS, EVERY_MAX_MS = 10_000, 366 * 86_400_000

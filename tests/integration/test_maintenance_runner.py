@@ -45,7 +45,8 @@ def wait(server: EmbeddedServer, what: str, holds: Callable[[], Any]) -> None:
 def filled(server: EmbeddedServer, topic: str, files: int) -> None:
     """Create a topic whose table has this many small files."""
     with AdminClient(server.address) as admin, Producer(server.address) as producer:
-        admin.create_topic(topic, 1, {"tier_max_lag_ms": 100, "tier_small_file_bytes": 0})
+        configs = {"tier_max_lag_ms": 100, "tier_small_file_bytes": 0, "local_drop_delay_ms": 0}
+        admin.create_topic(topic, 1, configs)
         for number in range(files):
             producer.send(topic, value=b"%d" % number).result(30)
             wait(server, "tiered", lambda: admin.describe_tier(topic).partitions[0].lag == 0)
@@ -139,3 +140,25 @@ def test_a_sweep_removes_an_upload_that_no_version_names(tmp_path: Path, pk: Com
             assert entry.last.detail.startswith("version ")
             with MaintenanceLease(server.address, "t", "another job"):
                 assert pk(server, "run", "sweep", "t")[0] == 3
+
+
+def test_retention_and_vacuum_now(tmp_path: Path, pk: Command) -> None:
+    """Their intervals are a day here."""
+    (tmp_path / "tier").mkdir()
+    day = 86_400_000
+    settings = {"log_retention_check_interval_ms": day, "tier_vacuum_interval_ms": day}
+    settings |= {"tier_vacuum_retention_ms": 0}
+    tier = (tmp_path / "tier").as_uri()
+    with EmbeddedServer(tmp_path / "node", tier_url=tier, settings=settings) as server:
+        filled(server, "t", 3)
+        files = set((tmp_path / "tier").glob("t/*/partition=0/*.parquet"))
+        with AdminClient(server.address) as admin:
+            admin.create_topic("local", 1, {"tier_enable": False})
+            admin.alter_configs("t", {"retention_ms": 1})
+        assert pk(server, "run", "vacuum", "local", "--json")[0] == 2
+        code, out = pk(server, "run", "retention", "t", "--json")
+        found = json.loads(out)
+        assert (code, found["settled"], found["starts"]) == (0, True, {"0": 3}), found
+        code, out = pk(server, "run", "vacuum", "t", "--json")
+        assert (code, json.loads(out)["deleted_files"] > 0) == (0, True), out
+        assert set((tmp_path / "tier").glob("t/*/partition=0/*.parquet")) < files

@@ -106,6 +106,8 @@ GOOD: dict[type, dict[str, dict[str, Any]]] = {
         "set_schedule": {"topic": "t", "job": "audit", "every_ms": 10_000, "cron": "", **TIMED},
         "delete_schedule": {"topic": "t", "job": "audit", **TIMED},
         "list_schedules": {"topic": "t", **TIMED},
+        "retain_tier": {"topic": "t", **TIMED},
+        "vacuum_tier": {"topic": "t", **TIMED},
         "list_topics": {"internal": False, **TIMED},
         "describe_topics": {"names": ["t"], **TIMED},
         "describe_configs": {"name": "t", "resource": "topic", **TIMED},

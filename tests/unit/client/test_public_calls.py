@@ -179,6 +179,8 @@ ADMIN: dict[str, Callable[[Any], Any]] = {
     "set_schedule": lambda a: a.set_schedule("t", "audit", every_ms=10_000, timeout_s=S),
     "delete_schedule": lambda a: a.delete_schedule("t", "audit", timeout_s=S),
     "list_schedules": lambda a: a.list_schedules(timeout_s=S),
+    "retain_tier": lambda a: a.retain_tier("t", timeout_s=S),
+    "vacuum_tier": lambda a: a.vacuum_tier("t", timeout_s=S),
     "list_topics": lambda a: a.list_topics(timeout_s=S),
     "describe_topics": lambda a: a.describe_topics(timeout_s=S),
     "describe_configs": lambda a: a.describe_configs("t", timeout_s=S),

@@ -310,3 +310,33 @@ def test_a_later_record_than_the_tables_last_one(log_epoch: int, went_on: bool) 
     # rule T15
     table = wire.TierClaimReply(exists=True, start=0, end=10, end_epoch=3)
     assert went_on_without(log_epoch, table) is went_on
+
+
+def test_retention_and_vacuum_are_asked_for_now(
+    rig: Any, monkeypatch: pytest.MonkeyPatch, kit: Any
+) -> None:
+    asked = []
+
+    async def vacuum(request: wire.TierNowRequest) -> wire.TierNowReply:
+        asked.append(request.work)
+        return wire.TierNowReply(files=5)
+
+    partition = rig.partition(0, tiered=True)
+    rig.partition(1)
+    tier = rig.streams.tier
+
+    def now(work: str, number: int = 0) -> wire.TierNowReply:
+        request = wire.TierNowRequest(topic_id=kit.topic_id, partition=number, work=work)
+        reply: wire.TierNowReply = asyncio.run(tier.tier_now(request))
+        return reply
+
+    monkeypatch.setattr(tier, "_tier", SimpleNamespace(enabled=True, vacuum=vacuum))
+    tier._due.retain_now.clear()
+    assert now("retention").log_start == partition.log.log_start
+    assert list(tier._due.retain_now) == [partition.key]
+    assert now("vacuum").files == 5
+    assert asked == ["vacuum"]
+    with pytest.raises(errors.InvalidRequest, match="no work of a tier"):
+        now("polish")
+    with pytest.raises(errors.InvalidRequest, match="has no tier"):
+        now("retention", 1)
