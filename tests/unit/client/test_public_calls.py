@@ -243,6 +243,7 @@ SPARK: dict[str, Callable[[Any], Any]] = {
     "tier_bounds": known(lambda c, topic_id: c.tier_bounds([range_of(topic_id)])),
     "tier": lambda c: c.tier("t"),
     "scan": known(lambda c, topic_id: list(c.scan(range_of(topic_id), read_committed=True))),
+    "publish": lambda c: c.publish("g", {}, print),  # without waiting: no failure of a broker shows
 }
 
 WALKS: dict[str, tuple[type, Callable[[], Any], dict[str, Callable[[Any], Any]]]] = {
