@@ -55,9 +55,10 @@ def check_deadline(change: wire.CommitToTableRequest, now_ms: int | None) -> Non
 def check_starts(
     snapshot: Snapshot, change: wire.CommitToTableRequest, start_of: Callable[[int], Offset]
 ) -> None:
-    """Raises `UnknownTierRange` if a file that leaves lies wholly below the start of its partition.
+    """Raises `UnknownTierRange` if a file lies wholly below the start of its partition.
 
-    Its rows are counted as removed.  In a file that also has later rows they would be live again.
+    The rows of such a file count as removed.  If it leaves, they would be live again in a file that
+    also has later rows.  If it comes, they would be missing.
     `start_of`: the start of a partition after the version that is being planned.
     """
     for remove in change.removes:
@@ -65,6 +66,12 @@ def check_starts(
         if snapshot.files[remove.path].max_offset < start:
             raise errors.UnknownTierRange(
                 f"{remove.path} lies below the start {start} of its partition: plan again"
+            )
+    for add in change.adds if change.removes else ():
+        start = start_of(add.partition)
+        if add.max_offset < start:
+            raise errors.UnknownTierRange(
+                f"{add.path} lies below the start {start} of its partition: plan again"
             )
 
 

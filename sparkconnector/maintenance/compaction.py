@@ -308,6 +308,7 @@ class _Compaction:
             {c.partition: (c.plan.first_dirty, c.cleaning) for c in one.cleanings},
             max(1, min(TASKS_MAX, -(-rows // self._rows_per_bucket))),
             self._secret,
+            {c.partition: one.version.snapshot.partition(c.partition).start for c in one.cleanings},
         )
         tables.describe_job(self._spark, f"pk compaction {self._place.topic}: keys")
         numbers = self._spark.range(0, len(one.files), 1, max(1, min(TASKS_MAX, len(one.files))))

@@ -81,6 +81,7 @@ class FirstPass(NamedTuple):
     cleanings: Mapping[int, tuple[Offset, Cleaning]]  #: partition → (first dirty offset, cleaning)
     buckets: int
     secret: bytes  #: of the hash of keys: 32 random bytes
+    starts: Mapping[int, Offset]  #: partition → `:start`; rows below it leave
 
 
 class SecondPass(NamedTuple):
@@ -228,6 +229,9 @@ def _decide(given: FirstPass, rows: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
         codes, forgotten = _of_keys(
             retain.rows_of_table(table, cleaning), first_dirty, cleaning, hash_keys
         )
+        # Retention has deleted them.  A file that had only such rows left would count as removed.
+        below = offsets[np.argsort(offsets)] < given.starts[partition]
+        codes[below], forgotten[below] = SUPERSEDED, 0
         changed = np.flatnonzero(codes)
         by_file = files[mine][changed]
         for number in np.unique(by_file).tolist():

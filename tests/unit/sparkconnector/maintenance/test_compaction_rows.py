@@ -218,7 +218,7 @@ def test_a_damaged_file_ends_the_job_and_changes_nothing(bench: Bench, tmp_path:
     (tmp_path / file.path).write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
     given = FirstPass(
         bench.place, (ScannedFile(file, True),),
-        {0: (0, bench._cleaning(None, True).cleaning)}, 1, SECRET,
+        {0: (0, bench._cleaning(None, True).cleaning)}, 1, SECRET, {0: 0},
     )  # fmt: skip
     numbers = pa.RecordBatch.from_arrays([pa.array([0])], ["id"])
     (scanned,) = compaction_rows.scan(given, [numbers])
