@@ -342,3 +342,47 @@ def test_offsets_of_a_deleted_topic_are_removed(
         await client.caller.close()
 
     cluster.do(story())
+
+
+def test_a_commit_that_waits_for_the_transaction_coordinator_is_pending(
+    make_cluster: Any,
+) -> None:
+    """server/groups/coordinator N7: and the group is checked after the wait (rule X2)."""
+    cluster = make_cluster(**SETTINGS)
+    cluster.start()
+
+    async def story() -> None:
+        topic_id = await cluster.create("t", 2)
+        client = Client(cluster)
+        generation = await client.pair(topic_id)
+        core = cluster.broker.core
+        request = wire.TxnOffsetCommitRequest(
+            member=asked("a", generation), producer_id=7, base_sequence=0
+        )
+        request.topics.add(topic_id=topic_id, partitions=[0], offsets=[5])
+        answered = asyncio.Event()
+
+        async def register(key: Any) -> None:
+            await answered.wait()
+
+        parked = asyncio.get_running_loop().create_task(
+            core.groups.commit_in_transaction(request, core.publisher, register)
+        )
+        await cluster.client.clock.sleep_ms(50)
+
+        async def stable_code(partition: int) -> int:
+            fetch = wire.OffsetFetchRequest(require_stable=True)
+            fetch.groups.add(group_id=ID).topics.add(topic_id=topic_id, partitions=[partition])
+            code: int = (await client.call(fetch)).groups[0].error.code
+            return code
+
+        assert await stable_code(0) == errors.UnstableOffsetCommit.code
+        assert await stable_code(1) == 0
+        await client.call(wire.LeaveGroupRequest(group_id=ID, members=[asked("a", generation)]))
+        answered.set()
+        with pytest.raises(errors.UnknownMemberId):
+            await parked
+        assert await stable_code(0) == 0
+        await client.caller.close()
+
+    cluster.do(story())
