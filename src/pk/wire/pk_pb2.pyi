@@ -232,6 +232,12 @@ class Head(_message.Message):
     DELETE_OFFSETS_REPLY_FIELD_NUMBER: _builtins.int
     TXN_OFFSET_COMMIT_FIELD_NUMBER: _builtins.int
     TXN_OFFSET_COMMIT_REPLY_FIELD_NUMBER: _builtins.int
+    REPORT_HOLDS_FIELD_NUMBER: _builtins.int
+    REPORT_HOLDS_REPLY_FIELD_NUMBER: _builtins.int
+    LIST_COORDINATED_FIELD_NUMBER: _builtins.int
+    LIST_COORDINATED_REPLY_FIELD_NUMBER: _builtins.int
+    READ_OFFSETS_FIELD_NUMBER: _builtins.int
+    READ_OFFSETS_REPLY_FIELD_NUMBER: _builtins.int
     correlation_id: _builtins.int
     """of the request; 0 = a push"""
     timeout_ms: _builtins.int
@@ -578,6 +584,22 @@ class Head(_message.Message):
     def txn_offset_commit(self) -> Global___TxnOffsetCommitRequest: ...
     @_builtins.property
     def txn_offset_commit_reply(self) -> Global___TxnOffsetCommitReply: ...
+    @_builtins.property
+    def report_holds(self) -> Global___ReportHoldsRequest:
+        """retention holds of queries: coordinator -> brokers with replicas"""
+
+    @_builtins.property
+    def report_holds_reply(self) -> Global___ReportHoldsReply: ...
+    @_builtins.property
+    def list_coordinated(self) -> Global___ListCoordinatedRequest:
+        """copies of committed offsets in the tier (T13): tier process -> its broker"""
+
+    @_builtins.property
+    def list_coordinated_reply(self) -> Global___ListCoordinatedReply: ...
+    @_builtins.property
+    def read_offsets(self) -> Global___ReadOffsetsRequest: ...
+    @_builtins.property
+    def read_offsets_reply(self) -> Global___ReadOffsetsReply: ...
     def __init__(
         self,
         *,
@@ -742,12 +764,18 @@ class Head(_message.Message):
         delete_offsets_reply: Global___DeleteOffsetsReply | None = ...,
         txn_offset_commit: Global___TxnOffsetCommitRequest | None = ...,
         txn_offset_commit_reply: Global___TxnOffsetCommitReply | None = ...,
+        report_holds: Global___ReportHoldsRequest | None = ...,
+        report_holds_reply: Global___ReportHoldsReply | None = ...,
+        list_coordinated: Global___ListCoordinatedRequest | None = ...,
+        list_coordinated_reply: Global___ListCoordinatedReply | None = ...,
+        read_offsets: Global___ReadOffsetsRequest | None = ...,
+        read_offsets_reply: Global___ReadOffsetsReply | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_participants", b"abort_participants", "abort_participants_reply", b"abort_participants_reply", "abort_transaction", b"abort_transaction", "abort_transaction_reply", b"abort_transaction_reply", "acquire_lease", b"acquire_lease", "acquire_lease_reply", b"acquire_lease_reply", "add_partitions_to_txn", b"add_partitions_to_txn", "add_partitions_to_txn_reply", b"add_partitions_to_txn_reply", "add_voter", b"add_voter", "allocate_producer_ids", b"allocate_producer_ids", "allocate_producer_ids_reply", b"allocate_producer_ids_reply", "alter_configs", b"alter_configs", "alter_configs_reply", b"alter_configs_reply", "alter_partition", b"alter_partition", "alter_partition_reply", b"alter_partition_reply", "alter_reassignments", b"alter_reassignments", "alter_reassignments_reply", b"alter_reassignments_reply", "body", b"body", "broker_heartbeat", b"broker_heartbeat", "broker_heartbeat_reply", b"broker_heartbeat_reply", "byte_offsets", b"byte_offsets", "byte_offsets_reply", b"byte_offsets_reply", "change_voters_reply", b"change_voters_reply", "commit_participants", b"commit_participants", "commit_participants_reply", b"commit_participants_reply", "commit_to_table", b"commit_to_table", "commit_to_table_reply", b"commit_to_table_reply", "confirm_clock", b"confirm_clock", "confirm_clock_reply", b"confirm_clock_reply", "create_internal_topic", b"create_internal_topic", "create_internal_topic_reply", b"create_internal_topic_reply", "create_partitions", b"create_partitions", "create_partitions_reply", b"create_partitions_reply", "create_topics", b"create_topics", "create_topics_reply", b"create_topics_reply", "delete_groups", b"delete_groups", "delete_groups_reply", b"delete_groups_reply", "delete_offsets", b"delete_offsets", "delete_offsets_reply", b"delete_offsets_reply", "delete_records", b"delete_records", "delete_records_reply", b"delete_records_reply", "delete_schedule", b"delete_schedule", "delete_schedule_reply", b"delete_schedule_reply", "delete_topics", b"delete_topics", "delete_topics_reply", b"delete_topics_reply", "describe_cluster", b"describe_cluster", "describe_cluster_reply", b"describe_cluster_reply", "describe_configs", b"describe_configs", "describe_configs_reply", b"describe_configs_reply", "describe_groups", b"describe_groups", "describe_groups_reply", b"describe_groups_reply", "describe_partitions", b"describe_partitions", "describe_partitions_reply", b"describe_partitions_reply", "describe_producers", b"describe_producers", "describe_producers_reply", b"describe_producers_reply", "describe_quorum", b"describe_quorum", "describe_quorum_reply", b"describe_quorum_reply", "describe_tier", b"describe_tier", "describe_tier_reply", b"describe_tier_reply", "describe_transactions", b"describe_transactions", "describe_transactions_reply", b"describe_transactions_reply", "elect_leaders", b"elect_leaders", "elect_leaders_reply", b"elect_leaders_reply", "end_txn", b"end_txn", "end_txn_reply", b"end_txn_reply", "error", b"error", "fetch", b"fetch", "fetch_metadata_log", b"fetch_metadata_log", "fetch_metadata_log_reply", b"fetch_metadata_log_reply", "fetch_reply", b"fetch_reply", "fetch_snapshot", b"fetch_snapshot", "fetch_snapshot_reply", b"fetch_snapshot_reply", "find_coordinator", b"find_coordinator", "find_coordinator_reply", b"find_coordinator_reply", "forget_transaction", b"forget_transaction", "forget_transaction_reply", b"forget_transaction_reply", "group_heartbeat", b"group_heartbeat", "group_heartbeat_reply", b"group_heartbeat_reply", "hello", b"hello", "hello_reply", b"hello_reply", "init_producer_id", b"init_producer_id", "init_producer_id_reply", b"init_producer_id_reply", "join_group", b"join_group", "join_group_reply", b"join_group_reply", "join_transaction", b"join_transaction", "join_transaction_reply", b"join_transaction_reply", "leave_group", b"leave_group", "leave_group_reply", b"leave_group_reply", "list_brokers", b"list_brokers", "list_brokers_reply", b"list_brokers_reply", "list_groups", b"list_groups", "list_groups_reply", b"list_groups_reply", "list_offsets", b"list_offsets", "list_offsets_reply", b"list_offsets_reply", "list_reassignments", b"list_reassignments", "list_reassignments_reply", b"list_reassignments_reply", "list_schedules", b"list_schedules", "list_schedules_reply", b"list_schedules_reply", "list_transactions", b"list_transactions", "list_transactions_reply", b"list_transactions_reply", "metadata", b"metadata", "metadata_reply", b"metadata_reply", "note_run", b"note_run", "note_run_reply", b"note_run_reply", "offset_commit", b"offset_commit", "offset_commit_reply", b"offset_commit_reply", "offset_fetch", b"offset_fetch", "offset_fetch_reply", b"offset_fetch_reply", "participant_heartbeat", b"participant_heartbeat", "participant_heartbeat_reply", b"participant_heartbeat_reply", "prepare_participants", b"prepare_participants", "prepare_participants_reply", b"prepare_participants_reply", "produce", b"produce", "produce_reply", b"produce_reply", "quorum_begin", b"quorum_begin", "quorum_end", b"quorum_end", "quorum_fetch", b"quorum_fetch", "quorum_fetch_reply", b"quorum_fetch_reply", "quorum_heard_reply", b"quorum_heard_reply", "quorum_vote", b"quorum_vote", "quorum_vote_reply", b"quorum_vote_reply", "register_broker", b"register_broker", "register_broker_reply", b"register_broker_reply", "release_lease", b"release_lease", "release_lease_reply", b"release_lease_reply", "remove_voter", b"remove_voter", "renew_lease", b"renew_lease", "renew_lease_reply", b"renew_lease_reply", "set_schedule", b"set_schedule", "set_schedule_reply", b"set_schedule_reply", "sync_group", b"sync_group", "sync_group_reply", b"sync_group_reply", "tier_claim", b"tier_claim", "tier_claim_reply", b"tier_claim_reply", "tier_confirm", b"tier_confirm", "tier_confirm_reply", b"tier_confirm_reply", "tier_fetch", b"tier_fetch", "tier_fetch_reply", b"tier_fetch_reply", "tier_now", b"tier_now", "tier_now_reply", b"tier_now_reply", "tier_offset_for_time", b"tier_offset_for_time", "tier_offset_for_time_reply", b"tier_offset_for_time_reply", "tier_partitions", b"tier_partitions", "tier_partitions_reply", b"tier_partitions_reply", "tier_progress", b"tier_progress", "tier_progress_reply", b"tier_progress_reply", "tier_purge", b"tier_purge", "tier_purge_reply", b"tier_purge_reply", "tier_purged", b"tier_purged", "tier_purged_reply", b"tier_purged_reply", "tier_rows", b"tier_rows", "tier_rows_reply", b"tier_rows_reply", "txn_offset_commit", b"txn_offset_commit", "txn_offset_commit_reply", b"txn_offset_commit_reply", "unregister_broker", b"unregister_broker", "unregister_broker_reply", b"unregister_broker_reply", "upgrade_cluster", b"upgrade_cluster", "upgrade_cluster_reply", b"upgrade_cluster_reply", "write_txn_markers", b"write_txn_markers", "write_txn_markers_reply", b"write_txn_markers_reply"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_participants", b"abort_participants", "abort_participants_reply", b"abort_participants_reply", "abort_transaction", b"abort_transaction", "abort_transaction_reply", b"abort_transaction_reply", "acquire_lease", b"acquire_lease", "acquire_lease_reply", b"acquire_lease_reply", "add_partitions_to_txn", b"add_partitions_to_txn", "add_partitions_to_txn_reply", b"add_partitions_to_txn_reply", "add_voter", b"add_voter", "allocate_producer_ids", b"allocate_producer_ids", "allocate_producer_ids_reply", b"allocate_producer_ids_reply", "alter_configs", b"alter_configs", "alter_configs_reply", b"alter_configs_reply", "alter_partition", b"alter_partition", "alter_partition_reply", b"alter_partition_reply", "alter_reassignments", b"alter_reassignments", "alter_reassignments_reply", b"alter_reassignments_reply", "body", b"body", "broker_heartbeat", b"broker_heartbeat", "broker_heartbeat_reply", b"broker_heartbeat_reply", "byte_offsets", b"byte_offsets", "byte_offsets_reply", b"byte_offsets_reply", "change_voters_reply", b"change_voters_reply", "commit_participants", b"commit_participants", "commit_participants_reply", b"commit_participants_reply", "commit_to_table", b"commit_to_table", "commit_to_table_reply", b"commit_to_table_reply", "confirm_clock", b"confirm_clock", "confirm_clock_reply", b"confirm_clock_reply", "create_internal_topic", b"create_internal_topic", "create_internal_topic_reply", b"create_internal_topic_reply", "create_partitions", b"create_partitions", "create_partitions_reply", b"create_partitions_reply", "create_topics", b"create_topics", "create_topics_reply", b"create_topics_reply", "delete_groups", b"delete_groups", "delete_groups_reply", b"delete_groups_reply", "delete_offsets", b"delete_offsets", "delete_offsets_reply", b"delete_offsets_reply", "delete_records", b"delete_records", "delete_records_reply", b"delete_records_reply", "delete_schedule", b"delete_schedule", "delete_schedule_reply", b"delete_schedule_reply", "delete_topics", b"delete_topics", "delete_topics_reply", b"delete_topics_reply", "describe_cluster", b"describe_cluster", "describe_cluster_reply", b"describe_cluster_reply", "describe_configs", b"describe_configs", "describe_configs_reply", b"describe_configs_reply", "describe_groups", b"describe_groups", "describe_groups_reply", b"describe_groups_reply", "describe_partitions", b"describe_partitions", "describe_partitions_reply", b"describe_partitions_reply", "describe_producers", b"describe_producers", "describe_producers_reply", b"describe_producers_reply", "describe_quorum", b"describe_quorum", "describe_quorum_reply", b"describe_quorum_reply", "describe_tier", b"describe_tier", "describe_tier_reply", b"describe_tier_reply", "describe_transactions", b"describe_transactions", "describe_transactions_reply", b"describe_transactions_reply", "elect_leaders", b"elect_leaders", "elect_leaders_reply", b"elect_leaders_reply", "end_txn", b"end_txn", "end_txn_reply", b"end_txn_reply", "error", b"error", "fetch", b"fetch", "fetch_metadata_log", b"fetch_metadata_log", "fetch_metadata_log_reply", b"fetch_metadata_log_reply", "fetch_reply", b"fetch_reply", "fetch_snapshot", b"fetch_snapshot", "fetch_snapshot_reply", b"fetch_snapshot_reply", "find_coordinator", b"find_coordinator", "find_coordinator_reply", b"find_coordinator_reply", "forget_transaction", b"forget_transaction", "forget_transaction_reply", b"forget_transaction_reply", "group_heartbeat", b"group_heartbeat", "group_heartbeat_reply", b"group_heartbeat_reply", "hello", b"hello", "hello_reply", b"hello_reply", "init_producer_id", b"init_producer_id", "init_producer_id_reply", b"init_producer_id_reply", "join_group", b"join_group", "join_group_reply", b"join_group_reply", "join_transaction", b"join_transaction", "join_transaction_reply", b"join_transaction_reply", "leave_group", b"leave_group", "leave_group_reply", b"leave_group_reply", "list_brokers", b"list_brokers", "list_brokers_reply", b"list_brokers_reply", "list_coordinated", b"list_coordinated", "list_coordinated_reply", b"list_coordinated_reply", "list_groups", b"list_groups", "list_groups_reply", b"list_groups_reply", "list_offsets", b"list_offsets", "list_offsets_reply", b"list_offsets_reply", "list_reassignments", b"list_reassignments", "list_reassignments_reply", b"list_reassignments_reply", "list_schedules", b"list_schedules", "list_schedules_reply", b"list_schedules_reply", "list_transactions", b"list_transactions", "list_transactions_reply", b"list_transactions_reply", "metadata", b"metadata", "metadata_reply", b"metadata_reply", "note_run", b"note_run", "note_run_reply", b"note_run_reply", "offset_commit", b"offset_commit", "offset_commit_reply", b"offset_commit_reply", "offset_fetch", b"offset_fetch", "offset_fetch_reply", b"offset_fetch_reply", "participant_heartbeat", b"participant_heartbeat", "participant_heartbeat_reply", b"participant_heartbeat_reply", "prepare_participants", b"prepare_participants", "prepare_participants_reply", b"prepare_participants_reply", "produce", b"produce", "produce_reply", b"produce_reply", "quorum_begin", b"quorum_begin", "quorum_end", b"quorum_end", "quorum_fetch", b"quorum_fetch", "quorum_fetch_reply", b"quorum_fetch_reply", "quorum_heard_reply", b"quorum_heard_reply", "quorum_vote", b"quorum_vote", "quorum_vote_reply", b"quorum_vote_reply", "read_offsets", b"read_offsets", "read_offsets_reply", b"read_offsets_reply", "register_broker", b"register_broker", "register_broker_reply", b"register_broker_reply", "release_lease", b"release_lease", "release_lease_reply", b"release_lease_reply", "remove_voter", b"remove_voter", "renew_lease", b"renew_lease", "renew_lease_reply", b"renew_lease_reply", "report_holds", b"report_holds", "report_holds_reply", b"report_holds_reply", "set_schedule", b"set_schedule", "set_schedule_reply", b"set_schedule_reply", "sync_group", b"sync_group", "sync_group_reply", b"sync_group_reply", "tier_claim", b"tier_claim", "tier_claim_reply", b"tier_claim_reply", "tier_confirm", b"tier_confirm", "tier_confirm_reply", b"tier_confirm_reply", "tier_fetch", b"tier_fetch", "tier_fetch_reply", b"tier_fetch_reply", "tier_now", b"tier_now", "tier_now_reply", b"tier_now_reply", "tier_offset_for_time", b"tier_offset_for_time", "tier_offset_for_time_reply", b"tier_offset_for_time_reply", "tier_partitions", b"tier_partitions", "tier_partitions_reply", b"tier_partitions_reply", "tier_progress", b"tier_progress", "tier_progress_reply", b"tier_progress_reply", "tier_purge", b"tier_purge", "tier_purge_reply", b"tier_purge_reply", "tier_purged", b"tier_purged", "tier_purged_reply", b"tier_purged_reply", "tier_rows", b"tier_rows", "tier_rows_reply", b"tier_rows_reply", "txn_offset_commit", b"txn_offset_commit", "txn_offset_commit_reply", b"txn_offset_commit_reply", "unregister_broker", b"unregister_broker", "unregister_broker_reply", b"unregister_broker_reply", "upgrade_cluster", b"upgrade_cluster", "upgrade_cluster_reply", b"upgrade_cluster_reply", "write_txn_markers", b"write_txn_markers", "write_txn_markers_reply", b"write_txn_markers_reply"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_participants", b"abort_participants", "abort_participants_reply", b"abort_participants_reply", "abort_transaction", b"abort_transaction", "abort_transaction_reply", b"abort_transaction_reply", "acquire_lease", b"acquire_lease", "acquire_lease_reply", b"acquire_lease_reply", "add_partitions_to_txn", b"add_partitions_to_txn", "add_partitions_to_txn_reply", b"add_partitions_to_txn_reply", "add_voter", b"add_voter", "allocate_producer_ids", b"allocate_producer_ids", "allocate_producer_ids_reply", b"allocate_producer_ids_reply", "alter_configs", b"alter_configs", "alter_configs_reply", b"alter_configs_reply", "alter_partition", b"alter_partition", "alter_partition_reply", b"alter_partition_reply", "alter_reassignments", b"alter_reassignments", "alter_reassignments_reply", b"alter_reassignments_reply", "body", b"body", "broker_heartbeat", b"broker_heartbeat", "broker_heartbeat_reply", b"broker_heartbeat_reply", "byte_offsets", b"byte_offsets", "byte_offsets_reply", b"byte_offsets_reply", "change_voters_reply", b"change_voters_reply", "commit_participants", b"commit_participants", "commit_participants_reply", b"commit_participants_reply", "commit_to_table", b"commit_to_table", "commit_to_table_reply", b"commit_to_table_reply", "confirm_clock", b"confirm_clock", "confirm_clock_reply", b"confirm_clock_reply", "correlation_id", b"correlation_id", "create_internal_topic", b"create_internal_topic", "create_internal_topic_reply", b"create_internal_topic_reply", "create_partitions", b"create_partitions", "create_partitions_reply", b"create_partitions_reply", "create_topics", b"create_topics", "create_topics_reply", b"create_topics_reply", "delete_groups", b"delete_groups", "delete_groups_reply", b"delete_groups_reply", "delete_offsets", b"delete_offsets", "delete_offsets_reply", b"delete_offsets_reply", "delete_records", b"delete_records", "delete_records_reply", b"delete_records_reply", "delete_schedule", b"delete_schedule", "delete_schedule_reply", b"delete_schedule_reply", "delete_topics", b"delete_topics", "delete_topics_reply", b"delete_topics_reply", "describe_cluster", b"describe_cluster", "describe_cluster_reply", b"describe_cluster_reply", "describe_configs", b"describe_configs", "describe_configs_reply", b"describe_configs_reply", "describe_groups", b"describe_groups", "describe_groups_reply", b"describe_groups_reply", "describe_partitions", b"describe_partitions", "describe_partitions_reply", b"describe_partitions_reply", "describe_producers", b"describe_producers", "describe_producers_reply", b"describe_producers_reply", "describe_quorum", b"describe_quorum", "describe_quorum_reply", b"describe_quorum_reply", "describe_tier", b"describe_tier", "describe_tier_reply", b"describe_tier_reply", "describe_transactions", b"describe_transactions", "describe_transactions_reply", b"describe_transactions_reply", "elect_leaders", b"elect_leaders", "elect_leaders_reply", b"elect_leaders_reply", "end_txn", b"end_txn", "end_txn_reply", b"end_txn_reply", "error", b"error", "fetch", b"fetch", "fetch_metadata_log", b"fetch_metadata_log", "fetch_metadata_log_reply", b"fetch_metadata_log_reply", "fetch_reply", b"fetch_reply", "fetch_snapshot", b"fetch_snapshot", "fetch_snapshot_reply", b"fetch_snapshot_reply", "find_coordinator", b"find_coordinator", "find_coordinator_reply", b"find_coordinator_reply", "forget_transaction", b"forget_transaction", "forget_transaction_reply", b"forget_transaction_reply", "group_heartbeat", b"group_heartbeat", "group_heartbeat_reply", b"group_heartbeat_reply", "hello", b"hello", "hello_reply", b"hello_reply", "init_producer_id", b"init_producer_id", "init_producer_id_reply", b"init_producer_id_reply", "join_group", b"join_group", "join_group_reply", b"join_group_reply", "join_transaction", b"join_transaction", "join_transaction_reply", b"join_transaction_reply", "leave_group", b"leave_group", "leave_group_reply", b"leave_group_reply", "list_brokers", b"list_brokers", "list_brokers_reply", b"list_brokers_reply", "list_groups", b"list_groups", "list_groups_reply", b"list_groups_reply", "list_offsets", b"list_offsets", "list_offsets_reply", b"list_offsets_reply", "list_reassignments", b"list_reassignments", "list_reassignments_reply", b"list_reassignments_reply", "list_schedules", b"list_schedules", "list_schedules_reply", b"list_schedules_reply", "list_transactions", b"list_transactions", "list_transactions_reply", b"list_transactions_reply", "metadata", b"metadata", "metadata_reply", b"metadata_reply", "note_run", b"note_run", "note_run_reply", b"note_run_reply", "offset_commit", b"offset_commit", "offset_commit_reply", b"offset_commit_reply", "offset_fetch", b"offset_fetch", "offset_fetch_reply", b"offset_fetch_reply", "participant_heartbeat", b"participant_heartbeat", "participant_heartbeat_reply", b"participant_heartbeat_reply", "prepare_participants", b"prepare_participants", "prepare_participants_reply", b"prepare_participants_reply", "produce", b"produce", "produce_reply", b"produce_reply", "quorum_begin", b"quorum_begin", "quorum_end", b"quorum_end", "quorum_fetch", b"quorum_fetch", "quorum_fetch_reply", b"quorum_fetch_reply", "quorum_heard_reply", b"quorum_heard_reply", "quorum_vote", b"quorum_vote", "quorum_vote_reply", b"quorum_vote_reply", "register_broker", b"register_broker", "register_broker_reply", b"register_broker_reply", "release_lease", b"release_lease", "release_lease_reply", b"release_lease_reply", "remove_voter", b"remove_voter", "renew_lease", b"renew_lease", "renew_lease_reply", b"renew_lease_reply", "set_schedule", b"set_schedule", "set_schedule_reply", b"set_schedule_reply", "sync_group", b"sync_group", "sync_group_reply", b"sync_group_reply", "tier_claim", b"tier_claim", "tier_claim_reply", b"tier_claim_reply", "tier_confirm", b"tier_confirm", "tier_confirm_reply", b"tier_confirm_reply", "tier_fetch", b"tier_fetch", "tier_fetch_reply", b"tier_fetch_reply", "tier_now", b"tier_now", "tier_now_reply", b"tier_now_reply", "tier_offset_for_time", b"tier_offset_for_time", "tier_offset_for_time_reply", b"tier_offset_for_time_reply", "tier_partitions", b"tier_partitions", "tier_partitions_reply", b"tier_partitions_reply", "tier_progress", b"tier_progress", "tier_progress_reply", b"tier_progress_reply", "tier_purge", b"tier_purge", "tier_purge_reply", b"tier_purge_reply", "tier_purged", b"tier_purged", "tier_purged_reply", b"tier_purged_reply", "tier_rows", b"tier_rows", "tier_rows_reply", b"tier_rows_reply", "timeout_ms", b"timeout_ms", "txn_offset_commit", b"txn_offset_commit", "txn_offset_commit_reply", b"txn_offset_commit_reply", "unregister_broker", b"unregister_broker", "unregister_broker_reply", b"unregister_broker_reply", "upgrade_cluster", b"upgrade_cluster", "upgrade_cluster_reply", b"upgrade_cluster_reply", "write_txn_markers", b"write_txn_markers", "write_txn_markers_reply", b"write_txn_markers_reply"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_participants", b"abort_participants", "abort_participants_reply", b"abort_participants_reply", "abort_transaction", b"abort_transaction", "abort_transaction_reply", b"abort_transaction_reply", "acquire_lease", b"acquire_lease", "acquire_lease_reply", b"acquire_lease_reply", "add_partitions_to_txn", b"add_partitions_to_txn", "add_partitions_to_txn_reply", b"add_partitions_to_txn_reply", "add_voter", b"add_voter", "allocate_producer_ids", b"allocate_producer_ids", "allocate_producer_ids_reply", b"allocate_producer_ids_reply", "alter_configs", b"alter_configs", "alter_configs_reply", b"alter_configs_reply", "alter_partition", b"alter_partition", "alter_partition_reply", b"alter_partition_reply", "alter_reassignments", b"alter_reassignments", "alter_reassignments_reply", b"alter_reassignments_reply", "body", b"body", "broker_heartbeat", b"broker_heartbeat", "broker_heartbeat_reply", b"broker_heartbeat_reply", "byte_offsets", b"byte_offsets", "byte_offsets_reply", b"byte_offsets_reply", "change_voters_reply", b"change_voters_reply", "commit_participants", b"commit_participants", "commit_participants_reply", b"commit_participants_reply", "commit_to_table", b"commit_to_table", "commit_to_table_reply", b"commit_to_table_reply", "confirm_clock", b"confirm_clock", "confirm_clock_reply", b"confirm_clock_reply", "correlation_id", b"correlation_id", "create_internal_topic", b"create_internal_topic", "create_internal_topic_reply", b"create_internal_topic_reply", "create_partitions", b"create_partitions", "create_partitions_reply", b"create_partitions_reply", "create_topics", b"create_topics", "create_topics_reply", b"create_topics_reply", "delete_groups", b"delete_groups", "delete_groups_reply", b"delete_groups_reply", "delete_offsets", b"delete_offsets", "delete_offsets_reply", b"delete_offsets_reply", "delete_records", b"delete_records", "delete_records_reply", b"delete_records_reply", "delete_schedule", b"delete_schedule", "delete_schedule_reply", b"delete_schedule_reply", "delete_topics", b"delete_topics", "delete_topics_reply", b"delete_topics_reply", "describe_cluster", b"describe_cluster", "describe_cluster_reply", b"describe_cluster_reply", "describe_configs", b"describe_configs", "describe_configs_reply", b"describe_configs_reply", "describe_groups", b"describe_groups", "describe_groups_reply", b"describe_groups_reply", "describe_partitions", b"describe_partitions", "describe_partitions_reply", b"describe_partitions_reply", "describe_producers", b"describe_producers", "describe_producers_reply", b"describe_producers_reply", "describe_quorum", b"describe_quorum", "describe_quorum_reply", b"describe_quorum_reply", "describe_tier", b"describe_tier", "describe_tier_reply", b"describe_tier_reply", "describe_transactions", b"describe_transactions", "describe_transactions_reply", b"describe_transactions_reply", "elect_leaders", b"elect_leaders", "elect_leaders_reply", b"elect_leaders_reply", "end_txn", b"end_txn", "end_txn_reply", b"end_txn_reply", "error", b"error", "fetch", b"fetch", "fetch_metadata_log", b"fetch_metadata_log", "fetch_metadata_log_reply", b"fetch_metadata_log_reply", "fetch_reply", b"fetch_reply", "fetch_snapshot", b"fetch_snapshot", "fetch_snapshot_reply", b"fetch_snapshot_reply", "find_coordinator", b"find_coordinator", "find_coordinator_reply", b"find_coordinator_reply", "forget_transaction", b"forget_transaction", "forget_transaction_reply", b"forget_transaction_reply", "group_heartbeat", b"group_heartbeat", "group_heartbeat_reply", b"group_heartbeat_reply", "hello", b"hello", "hello_reply", b"hello_reply", "init_producer_id", b"init_producer_id", "init_producer_id_reply", b"init_producer_id_reply", "join_group", b"join_group", "join_group_reply", b"join_group_reply", "join_transaction", b"join_transaction", "join_transaction_reply", b"join_transaction_reply", "leave_group", b"leave_group", "leave_group_reply", b"leave_group_reply", "list_brokers", b"list_brokers", "list_brokers_reply", b"list_brokers_reply", "list_coordinated", b"list_coordinated", "list_coordinated_reply", b"list_coordinated_reply", "list_groups", b"list_groups", "list_groups_reply", b"list_groups_reply", "list_offsets", b"list_offsets", "list_offsets_reply", b"list_offsets_reply", "list_reassignments", b"list_reassignments", "list_reassignments_reply", b"list_reassignments_reply", "list_schedules", b"list_schedules", "list_schedules_reply", b"list_schedules_reply", "list_transactions", b"list_transactions", "list_transactions_reply", b"list_transactions_reply", "metadata", b"metadata", "metadata_reply", b"metadata_reply", "note_run", b"note_run", "note_run_reply", b"note_run_reply", "offset_commit", b"offset_commit", "offset_commit_reply", b"offset_commit_reply", "offset_fetch", b"offset_fetch", "offset_fetch_reply", b"offset_fetch_reply", "participant_heartbeat", b"participant_heartbeat", "participant_heartbeat_reply", b"participant_heartbeat_reply", "prepare_participants", b"prepare_participants", "prepare_participants_reply", b"prepare_participants_reply", "produce", b"produce", "produce_reply", b"produce_reply", "quorum_begin", b"quorum_begin", "quorum_end", b"quorum_end", "quorum_fetch", b"quorum_fetch", "quorum_fetch_reply", b"quorum_fetch_reply", "quorum_heard_reply", b"quorum_heard_reply", "quorum_vote", b"quorum_vote", "quorum_vote_reply", b"quorum_vote_reply", "read_offsets", b"read_offsets", "read_offsets_reply", b"read_offsets_reply", "register_broker", b"register_broker", "register_broker_reply", b"register_broker_reply", "release_lease", b"release_lease", "release_lease_reply", b"release_lease_reply", "remove_voter", b"remove_voter", "renew_lease", b"renew_lease", "renew_lease_reply", b"renew_lease_reply", "report_holds", b"report_holds", "report_holds_reply", b"report_holds_reply", "set_schedule", b"set_schedule", "set_schedule_reply", b"set_schedule_reply", "sync_group", b"sync_group", "sync_group_reply", b"sync_group_reply", "tier_claim", b"tier_claim", "tier_claim_reply", b"tier_claim_reply", "tier_confirm", b"tier_confirm", "tier_confirm_reply", b"tier_confirm_reply", "tier_fetch", b"tier_fetch", "tier_fetch_reply", b"tier_fetch_reply", "tier_now", b"tier_now", "tier_now_reply", b"tier_now_reply", "tier_offset_for_time", b"tier_offset_for_time", "tier_offset_for_time_reply", b"tier_offset_for_time_reply", "tier_partitions", b"tier_partitions", "tier_partitions_reply", b"tier_partitions_reply", "tier_progress", b"tier_progress", "tier_progress_reply", b"tier_progress_reply", "tier_purge", b"tier_purge", "tier_purge_reply", b"tier_purge_reply", "tier_purged", b"tier_purged", "tier_purged_reply", b"tier_purged_reply", "tier_rows", b"tier_rows", "tier_rows_reply", b"tier_rows_reply", "timeout_ms", b"timeout_ms", "txn_offset_commit", b"txn_offset_commit", "txn_offset_commit_reply", b"txn_offset_commit_reply", "unregister_broker", b"unregister_broker", "unregister_broker_reply", b"unregister_broker_reply", "upgrade_cluster", b"upgrade_cluster", "upgrade_cluster_reply", b"upgrade_cluster_reply", "write_txn_markers", b"write_txn_markers", "write_txn_markers_reply", b"write_txn_markers_reply"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "hello_reply", "metadata", "metadata_reply", "create_topics", "create_topics_reply", "delete_topics", "delete_topics_reply", "create_partitions", "create_partitions_reply", "describe_configs", "describe_configs_reply", "alter_configs", "alter_configs_reply", "list_offsets", "list_offsets_reply", "delete_records", "delete_records_reply", "init_producer_id", "init_producer_id_reply", "describe_partitions", "describe_partitions_reply", "describe_tier", "describe_tier_reply", "byte_offsets", "byte_offsets_reply", "produce", "produce_reply", "fetch", "fetch_reply", "register_broker", "register_broker_reply", "broker_heartbeat", "broker_heartbeat_reply", "fetch_metadata_log", "fetch_metadata_log_reply", "allocate_producer_ids", "allocate_producer_ids_reply", "alter_partition", "alter_partition_reply", "tier_purged", "tier_purged_reply", "quorum_vote", "quorum_vote_reply", "quorum_begin", "quorum_end", "quorum_heard_reply", "quorum_fetch", "quorum_fetch_reply", "describe_quorum", "describe_quorum_reply", "add_voter", "remove_voter", "change_voters_reply", "fetch_snapshot", "fetch_snapshot_reply", "alter_reassignments", "alter_reassignments_reply", "list_reassignments", "list_reassignments_reply", "elect_leaders", "elect_leaders_reply", "unregister_broker", "unregister_broker_reply", "list_brokers", "list_brokers_reply", "confirm_clock", "confirm_clock_reply", "describe_cluster", "describe_cluster_reply", "upgrade_cluster", "upgrade_cluster_reply", "tier_partitions", "tier_partitions_reply", "tier_progress", "tier_progress_reply", "tier_fetch", "tier_fetch_reply", "tier_offset_for_time", "tier_offset_for_time_reply", "tier_claim", "tier_claim_reply", "commit_to_table", "commit_to_table_reply", "tier_confirm", "tier_confirm_reply", "tier_purge", "tier_purge_reply", "tier_rows", "tier_rows_reply", "tier_now", "tier_now_reply", "find_coordinator", "find_coordinator_reply", "end_txn", "end_txn_reply", "list_transactions", "list_transactions_reply", "describe_transactions", "describe_transactions_reply", "abort_transaction", "abort_transaction_reply", "forget_transaction", "forget_transaction_reply", "describe_producers", "describe_producers_reply", "join_transaction", "join_transaction_reply", "participant_heartbeat", "participant_heartbeat_reply", "commit_participants", "commit_participants_reply", "acquire_lease", "acquire_lease_reply", "renew_lease", "renew_lease_reply", "release_lease", "release_lease_reply", "set_schedule", "set_schedule_reply", "delete_schedule", "delete_schedule_reply", "list_schedules", "list_schedules_reply", "note_run", "note_run_reply", "add_partitions_to_txn", "add_partitions_to_txn_reply", "write_txn_markers", "write_txn_markers_reply", "abort_participants", "abort_participants_reply", "prepare_participants", "prepare_participants_reply", "create_internal_topic", "create_internal_topic_reply", "join_group", "join_group_reply", "sync_group", "sync_group_reply", "group_heartbeat", "group_heartbeat_reply", "leave_group", "leave_group_reply", "offset_commit", "offset_commit_reply", "offset_fetch", "offset_fetch_reply", "list_groups", "list_groups_reply", "describe_groups", "describe_groups_reply", "delete_groups", "delete_groups_reply", "delete_offsets", "delete_offsets_reply", "txn_offset_commit", "txn_offset_commit_reply"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "hello_reply", "metadata", "metadata_reply", "create_topics", "create_topics_reply", "delete_topics", "delete_topics_reply", "create_partitions", "create_partitions_reply", "describe_configs", "describe_configs_reply", "alter_configs", "alter_configs_reply", "list_offsets", "list_offsets_reply", "delete_records", "delete_records_reply", "init_producer_id", "init_producer_id_reply", "describe_partitions", "describe_partitions_reply", "describe_tier", "describe_tier_reply", "byte_offsets", "byte_offsets_reply", "produce", "produce_reply", "fetch", "fetch_reply", "register_broker", "register_broker_reply", "broker_heartbeat", "broker_heartbeat_reply", "fetch_metadata_log", "fetch_metadata_log_reply", "allocate_producer_ids", "allocate_producer_ids_reply", "alter_partition", "alter_partition_reply", "tier_purged", "tier_purged_reply", "quorum_vote", "quorum_vote_reply", "quorum_begin", "quorum_end", "quorum_heard_reply", "quorum_fetch", "quorum_fetch_reply", "describe_quorum", "describe_quorum_reply", "add_voter", "remove_voter", "change_voters_reply", "fetch_snapshot", "fetch_snapshot_reply", "alter_reassignments", "alter_reassignments_reply", "list_reassignments", "list_reassignments_reply", "elect_leaders", "elect_leaders_reply", "unregister_broker", "unregister_broker_reply", "list_brokers", "list_brokers_reply", "confirm_clock", "confirm_clock_reply", "describe_cluster", "describe_cluster_reply", "upgrade_cluster", "upgrade_cluster_reply", "tier_partitions", "tier_partitions_reply", "tier_progress", "tier_progress_reply", "tier_fetch", "tier_fetch_reply", "tier_offset_for_time", "tier_offset_for_time_reply", "tier_claim", "tier_claim_reply", "commit_to_table", "commit_to_table_reply", "tier_confirm", "tier_confirm_reply", "tier_purge", "tier_purge_reply", "tier_rows", "tier_rows_reply", "tier_now", "tier_now_reply", "find_coordinator", "find_coordinator_reply", "end_txn", "end_txn_reply", "list_transactions", "list_transactions_reply", "describe_transactions", "describe_transactions_reply", "abort_transaction", "abort_transaction_reply", "forget_transaction", "forget_transaction_reply", "describe_producers", "describe_producers_reply", "join_transaction", "join_transaction_reply", "participant_heartbeat", "participant_heartbeat_reply", "commit_participants", "commit_participants_reply", "acquire_lease", "acquire_lease_reply", "renew_lease", "renew_lease_reply", "release_lease", "release_lease_reply", "set_schedule", "set_schedule_reply", "delete_schedule", "delete_schedule_reply", "list_schedules", "list_schedules_reply", "note_run", "note_run_reply", "add_partitions_to_txn", "add_partitions_to_txn_reply", "write_txn_markers", "write_txn_markers_reply", "abort_participants", "abort_participants_reply", "prepare_participants", "prepare_participants_reply", "create_internal_topic", "create_internal_topic_reply", "join_group", "join_group_reply", "sync_group", "sync_group_reply", "group_heartbeat", "group_heartbeat_reply", "leave_group", "leave_group_reply", "offset_commit", "offset_commit_reply", "offset_fetch", "offset_fetch_reply", "list_groups", "list_groups_reply", "describe_groups", "describe_groups_reply", "delete_groups", "delete_groups_reply", "delete_offsets", "delete_offsets_reply", "txn_offset_commit", "txn_offset_commit_reply", "report_holds", "report_holds_reply", "list_coordinated", "list_coordinated_reply", "read_offsets", "read_offsets_reply"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -968,14 +996,18 @@ Global___TopicInfo: _TypeAlias = TopicInfo  # noqa: Y015
 
 @_typing.final
 class MetadataRequest(_message.Message):
-    """topics and topic_ids empty = all topics.  `watch`: push a MetadataReply whenever something asked for changes."""
+    """topics and topic_ids empty = all topics.  `watch`: push a MetadataReply whenever something asked for changes.
+    adds: the stream watches `topics` as well as what it watches already; the answer has only `topics`
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TOPICS_FIELD_NUMBER: _builtins.int
     TOPIC_IDS_FIELD_NUMBER: _builtins.int
     WATCH_FIELD_NUMBER: _builtins.int
+    ADDS_FIELD_NUMBER: _builtins.int
     watch: _builtins.bool
+    adds: _builtins.bool
     @_builtins.property
     def topics(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -986,10 +1018,11 @@ class MetadataRequest(_message.Message):
         topics: _abc.Iterable[_builtins.str] | None = ...,
         topic_ids: _abc.Iterable[_builtins.str] | None = ...,
         watch: _builtins.bool = ...,
+        adds: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["topic_ids", b"topic_ids", "topics", b"topics", "watch", b"watch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adds", b"adds", "topic_ids", b"topic_ids", "topics", b"topics", "watch", b"watch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1756,17 +1789,22 @@ Global___DeleteRecordsRequest: _TypeAlias = DeleteRecordsRequest  # noqa: Y015
 
 @_typing.final
 class DeleteRecordsResult(_message.Message):
+    """holds: the groups whose retention holds the deletion passed (S1)"""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TOPIC_ID_FIELD_NUMBER: _builtins.int
     PARTITION_FIELD_NUMBER: _builtins.int
     LOG_START_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    HOLDS_FIELD_NUMBER: _builtins.int
     topic_id: _builtins.str
     partition: _builtins.int
     log_start: _builtins.int
     @_builtins.property
     def error(self) -> Global___Error: ...
+    @_builtins.property
+    def holds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
@@ -1774,10 +1812,11 @@ class DeleteRecordsResult(_message.Message):
         partition: _builtins.int = ...,
         log_start: _builtins.int = ...,
         error: Global___Error | None = ...,
+        holds: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "log_start", b"log_start", "partition", b"partition", "topic_id", b"topic_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "holds", b"holds", "log_start", b"log_start", "partition", b"partition", "topic_id", b"topic_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1878,6 +1917,7 @@ class PartitionState(_message.Message):
     ISR_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
     OLDEST_TRANSACTION_FIELD_NUMBER: _builtins.int
+    RETENTION_HOLD_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     topic_id: _builtins.str
     partition: _builtins.int
@@ -1893,6 +1933,8 @@ class PartitionState(_message.Message):
     tier_bytes: _builtins.int
     segments: _builtins.int
     directory: _builtins.str
+    retention_hold: _builtins.int
+    """nothing at or above it expires or is compacted now (S1); absent = no hold"""
     @_builtins.property
     def error(self) -> Global___Error: ...
     @_builtins.property
@@ -1925,12 +1967,15 @@ class PartitionState(_message.Message):
         isr: _abc.Iterable[_builtins.int] | None = ...,
         replicas: _abc.Iterable[_builtins.int] | None = ...,
         oldest_transaction: Global___ProducerState | None = ...,
+        retention_hold: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "oldest_transaction", b"oldest_transaction"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_retention_hold", b"_retention_hold", "error", b"error", "oldest_transaction", b"oldest_transaction", "retention_hold", b"retention_hold"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "error", b"error", "high_watermark", b"high_watermark", "isr", b"isr", "last_stable_offset", b"last_stable_offset", "leader", b"leader", "leader_epoch", b"leader_epoch", "local_bytes", b"local_bytes", "local_log_start", b"local_log_start", "log_end", b"log_end", "log_start", b"log_start", "oldest_transaction", b"oldest_transaction", "partition", b"partition", "replicas", b"replicas", "segments", b"segments", "tier_bytes", b"tier_bytes", "tiered_end", b"tiered_end", "topic", b"topic", "topic_id", b"topic_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_retention_hold", b"_retention_hold", "directory", b"directory", "error", b"error", "high_watermark", b"high_watermark", "isr", b"isr", "last_stable_offset", b"last_stable_offset", "leader", b"leader", "leader_epoch", b"leader_epoch", "local_bytes", b"local_bytes", "local_log_start", b"local_log_start", "log_end", b"log_end", "log_start", b"log_start", "oldest_transaction", b"oldest_transaction", "partition", b"partition", "replicas", b"replicas", "retention_hold", b"retention_hold", "segments", b"segments", "tier_bytes", b"tier_bytes", "tiered_end", b"tiered_end", "topic", b"topic", "topic_id", b"topic_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__retention_hold: _TypeAlias = _typing.Literal["retention_hold"]  # noqa: Y015
+    _WhichOneofArgType__retention_hold: _TypeAlias = _typing.Literal["_retention_hold", b"_retention_hold"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__retention_hold) -> _WhichOneofReturnType__retention_hold | None: ...
 
 Global___PartitionState: _TypeAlias = PartitionState  # noqa: Y015
 
@@ -2776,6 +2821,7 @@ class FetchedPartition(_message.Message):
     LOCAL_LOG_START_FIELD_NUMBER: _builtins.int
     DROPPABLE_END_FIELD_NUMBER: _builtins.int
     SETTLED_END_FIELD_NUMBER: _builtins.int
+    DENSE_FIELD_NUMBER: _builtins.int
     topic_id: _builtins.str
     partition: _builtins.int
     position_id: _builtins.int
@@ -2794,6 +2840,8 @@ class FetchedPartition(_message.Message):
     droppable_end: _builtins.int
     settled_end: _builtins.int
     """to followers: every replica is cleaned up to there (C4)"""
+    dense: _builtins.bool
+    """each batch of the payload begins where the one before it ends (B1)"""
     @_builtins.property
     def error(self) -> Global___Error: ...
     @_builtins.property
@@ -2824,10 +2872,11 @@ class FetchedPartition(_message.Message):
         local_log_start: _builtins.int = ...,
         droppable_end: _builtins.int = ...,
         settled_end: _builtins.int = ...,
+        dense: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["diverging", b"diverging", "error", b"error", "start_at", b"start_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "cold", b"cold", "diverging", b"diverging", "droppable_end", b"droppable_end", "error", b"error", "high_watermark", b"high_watermark", "last_stable_offset", b"last_stable_offset", "leader_epoch", b"leader_epoch", "leader_hint", b"leader_hint", "local_log_start", b"local_log_start", "log_start", b"log_start", "next_offset", b"next_offset", "partition", b"partition", "payload_bytes", b"payload_bytes", "position_id", b"position_id", "settled_end", b"settled_end", "start_at", b"start_at", "tiered_end", b"tiered_end", "topic_id", b"topic_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "cold", b"cold", "dense", b"dense", "diverging", b"diverging", "droppable_end", b"droppable_end", "error", b"error", "high_watermark", b"high_watermark", "last_stable_offset", b"last_stable_offset", "leader_epoch", b"leader_epoch", "leader_hint", b"leader_hint", "local_log_start", b"local_log_start", "log_start", b"log_start", "next_offset", b"next_offset", "partition", b"partition", "payload_bytes", b"payload_bytes", "position_id", b"position_id", "settled_end", b"settled_end", "start_at", b"start_at", "tiered_end", b"tiered_end", "topic_id", b"topic_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2947,12 +2996,15 @@ class BrokerHeartbeatRequest(_message.Message):
     OFFLINE_REPLICAS_FIELD_NUMBER: _builtins.int
     UNFIT_FIELD_NUMBER: _builtins.int
     DIRECTORIES_FIELD_NUMBER: _builtins.int
+    PARTITIONS_MAX_FIELD_NUMBER: _builtins.int
     CLOCK_FIELD_NUMBER: _builtins.int
     broker_id: _builtins.int
     broker_epoch: _builtins.int
     metadata_offset: _builtins.int
     want_fence: _builtins.bool
     want_shutdown: _builtins.bool
+    partitions_max: _builtins.int
+    """how many replicas the broker may hold; 0 = it does not say"""
     @_builtins.property
     def offline_directories(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -2988,11 +3040,12 @@ class BrokerHeartbeatRequest(_message.Message):
         offline_replicas: _abc.Iterable[Global___FetchPartition] | None = ...,
         unfit: _abc.Iterable[Global___Unfit] | None = ...,
         directories: _abc.Iterable[Global___ReplicaDirectory] | None = ...,
+        partitions_max: _builtins.int = ...,
         clock: Global___ClockReading | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["clock", b"clock"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["broker_epoch", b"broker_epoch", "broker_id", b"broker_id", "clock", b"clock", "directories", b"directories", "metadata_offset", b"metadata_offset", "offline_directories", b"offline_directories", "offline_replicas", b"offline_replicas", "positions", b"positions", "unfit", b"unfit", "want_fence", b"want_fence", "want_shutdown", b"want_shutdown"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["broker_epoch", b"broker_epoch", "broker_id", b"broker_id", "clock", b"clock", "directories", b"directories", "metadata_offset", b"metadata_offset", "offline_directories", b"offline_directories", "offline_replicas", b"offline_replicas", "partitions_max", b"partitions_max", "positions", b"positions", "unfit", b"unfit", "want_fence", b"want_fence", "want_shutdown", b"want_shutdown"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -4811,12 +4864,14 @@ class TierOffsetForTimeRequest(_message.Message):
     TIMESTAMP_MS_FIELD_NUMBER: _builtins.int
     FROM_OFFSET_FIELD_NUMBER: _builtins.int
     END_OFFSET_FIELD_NUMBER: _builtins.int
+    KNOWN_FIELD_NUMBER: _builtins.int
     topic_id: _builtins.str
     topic: _builtins.str
     partition: _builtins.int
     timestamp_ms: _builtins.int
     from_offset: _builtins.int
     end_offset: _builtins.int
+    known: _builtins.bool
     def __init__(
         self,
         *,
@@ -4826,10 +4881,11 @@ class TierOffsetForTimeRequest(_message.Message):
         timestamp_ms: _builtins.int = ...,
         from_offset: _builtins.int = ...,
         end_offset: _builtins.int = ...,
+        known: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_offset", b"end_offset", "from_offset", b"from_offset", "partition", b"partition", "timestamp_ms", b"timestamp_ms", "topic", b"topic", "topic_id", b"topic_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_offset", b"end_offset", "from_offset", b"from_offset", "known", b"known", "partition", b"partition", "timestamp_ms", b"timestamp_ms", "topic", b"topic", "topic_id", b"topic_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -5190,7 +5246,7 @@ Global___AcquireLeaseReply: _TypeAlias = AcquireLeaseReply  # noqa: Y015
 
 @_typing.final
 class RenewLeaseRequest(_message.Message):
-    """now_ms: the controller's time, by the clocks that brokers trust; absent = there is none (L10)"""
+    """now_ms, latest_ms: the median of the clocks that brokers trust, which lies between two of an even number; absent = it is not known (C4)"""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -5218,20 +5274,28 @@ class RenewLeaseReply(_message.Message):
 
     TTL_MS_FIELD_NUMBER: _builtins.int
     NOW_MS_FIELD_NUMBER: _builtins.int
+    LATEST_MS_FIELD_NUMBER: _builtins.int
     ttl_ms: _builtins.int
     now_ms: _builtins.int
+    latest_ms: _builtins.int
     def __init__(
         self,
         *,
         ttl_ms: _builtins.int = ...,
         now_ms: _builtins.int | None = ...,
+        latest_ms: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_now_ms", b"_now_ms", "now_ms", b"now_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_latest_ms", b"_latest_ms", "_now_ms", b"_now_ms", "latest_ms", b"latest_ms", "now_ms", b"now_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_now_ms", b"_now_ms", "now_ms", b"now_ms", "ttl_ms", b"ttl_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_latest_ms", b"_latest_ms", "_now_ms", b"_now_ms", "latest_ms", b"latest_ms", "now_ms", b"now_ms", "ttl_ms", b"ttl_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__latest_ms: _TypeAlias = _typing.Literal["latest_ms"]  # noqa: Y015
+    _WhichOneofArgType__latest_ms: _TypeAlias = _typing.Literal["_latest_ms", b"_latest_ms"]  # noqa: Y015
     _WhichOneofReturnType__now_ms: _TypeAlias = _typing.Literal["now_ms"]  # noqa: Y015
     _WhichOneofArgType__now_ms: _TypeAlias = _typing.Literal["_now_ms", b"_now_ms"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__latest_ms) -> _WhichOneofReturnType__latest_ms | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__now_ms) -> _WhichOneofReturnType__now_ms | None: ...
 
 Global___RenewLeaseReply: _TypeAlias = RenewLeaseReply  # noqa: Y015
@@ -7610,19 +7674,24 @@ Global___SyncGroupReply: _TypeAlias = SyncGroupReply  # noqa: Y015
 
 @_typing.final
 class GroupHeartbeatRequest(_message.Message):
+    """wait_ms: the answer may wait so long for news of the group (P5); 0 = it comes at once, as to older clients"""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     MEMBER_FIELD_NUMBER: _builtins.int
+    WAIT_MS_FIELD_NUMBER: _builtins.int
+    wait_ms: _builtins.int
     @_builtins.property
     def member(self) -> Global___GroupMember: ...
     def __init__(
         self,
         *,
         member: Global___GroupMember | None = ...,
+        wait_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["member", b"member"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["member", b"member"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["member", b"member", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -7772,27 +7841,189 @@ Global___OffsetCommitRequest: _TypeAlias = OffsetCommitRequest  # noqa: Y015
 
 @_typing.final
 class QueryRun(_message.Message):
-    """run_id: drawn by each run of a query.  first: of the run; it takes the group over from an earlier run"""
+    """run_id: drawn by each run of a query.  first: of the run; it takes the group over from an earlier run
+    holds_retention: what the query has not processed is kept, within bounds
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     FIRST_FIELD_NUMBER: _builtins.int
+    HOLDS_RETENTION_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     first: _builtins.bool
+    holds_retention: _builtins.bool
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         first: _builtins.bool = ...,
+        holds_retention: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "holds_retention", b"holds_retention", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___QueryRun: _TypeAlias = QueryRun  # noqa: Y015
+
+@_typing.final
+class TopicHolds(_message.Message):
+    """Retention holds (S1): the positions of groups of queries.  coordinator_partition: of __consumer_offsets, in that leader epoch; every hold
+    of its groups whose partition has a replica at the receiver.  commit_offsets: of the records of the commits; ages_ms: since the commit, as
+    far as the sender's clock is trusted
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_ID_FIELD_NUMBER: _builtins.int
+    PARTITIONS_FIELD_NUMBER: _builtins.int
+    OFFSETS_FIELD_NUMBER: _builtins.int
+    COMMIT_OFFSETS_FIELD_NUMBER: _builtins.int
+    AGES_MS_FIELD_NUMBER: _builtins.int
+    topic_id: _builtins.str
+    @_builtins.property
+    def partitions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def commit_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def ages_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        topic_id: _builtins.str = ...,
+        partitions: _abc.Iterable[_builtins.int] | None = ...,
+        offsets: _abc.Iterable[_builtins.int] | None = ...,
+        commit_offsets: _abc.Iterable[_builtins.int] | None = ...,
+        ages_ms: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ages_ms", b"ages_ms", "commit_offsets", b"commit_offsets", "offsets", b"offsets", "partitions", b"partitions", "topic_id", b"topic_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TopicHolds: _TypeAlias = TopicHolds  # noqa: Y015
+
+@_typing.final
+class GroupHolds(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    TOPICS_FIELD_NUMBER: _builtins.int
+    group_id: _builtins.str
+    @_builtins.property
+    def topics(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopicHolds]: ...
+    def __init__(
+        self,
+        *,
+        group_id: _builtins.str = ...,
+        topics: _abc.Iterable[Global___TopicHolds] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "topics", b"topics"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupHolds: _TypeAlias = GroupHolds  # noqa: Y015
+
+@_typing.final
+class CoordinatorHolds(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COORDINATOR_PARTITION_FIELD_NUMBER: _builtins.int
+    LEADER_EPOCH_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    coordinator_partition: _builtins.int
+    leader_epoch: _builtins.int
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupHolds]: ...
+    def __init__(
+        self,
+        *,
+        coordinator_partition: _builtins.int = ...,
+        leader_epoch: _builtins.int = ...,
+        groups: _abc.Iterable[Global___GroupHolds] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_partition", b"coordinator_partition", "groups", b"groups", "leader_epoch", b"leader_epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CoordinatorHolds: _TypeAlias = CoordinatorHolds  # noqa: Y015
+
+@_typing.final
+class ReportHoldsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COORDINATORS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def coordinators(self) -> _containers.RepeatedCompositeFieldContainer[Global___CoordinatorHolds]: ...
+    def __init__(
+        self,
+        *,
+        coordinators: _abc.Iterable[Global___CoordinatorHolds] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinators", b"coordinators"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportHoldsRequest: _TypeAlias = ReportHoldsRequest  # noqa: Y015
+
+@_typing.final
+class FallenHold(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    TOPIC_ID_FIELD_NUMBER: _builtins.int
+    PARTITION_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
+    group_id: _builtins.str
+    topic_id: _builtins.str
+    partition: _builtins.int
+    why: _builtins.str
+    def __init__(
+        self,
+        *,
+        group_id: _builtins.str = ...,
+        topic_id: _builtins.str = ...,
+        partition: _builtins.int = ...,
+        why: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "partition", b"partition", "topic_id", b"topic_id", "why", b"why"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FallenHold: _TypeAlias = FallenHold  # noqa: Y015
+
+@_typing.final
+class ReportHoldsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FALLEN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def fallen(self) -> _containers.RepeatedCompositeFieldContainer[Global___FallenHold]: ...
+    def __init__(
+        self,
+        *,
+        fallen: _abc.Iterable[Global___FallenHold] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fallen", b"fallen"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportHoldsReply: _TypeAlias = ReportHoldsReply  # noqa: Y015
 
 @_typing.final
 class TxnOffsetCommitRequest(_message.Message):
@@ -7991,6 +8222,221 @@ class OffsetFetchReply(_message.Message):
 Global___OffsetFetchReply: _TypeAlias = OffsetFetchReply  # noqa: Y015
 
 @_typing.final
+class CoordinatedPartition(_message.Message):
+    """The partitions of __consumer_offsets that the broker coordinates (T13).  high_watermark: everything below it is in what is read afterwards"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARTITION_FIELD_NUMBER: _builtins.int
+    LEADER_EPOCH_FIELD_NUMBER: _builtins.int
+    HIGH_WATERMARK_FIELD_NUMBER: _builtins.int
+    partition: _builtins.int
+    leader_epoch: _builtins.int
+    high_watermark: _builtins.int
+    def __init__(
+        self,
+        *,
+        partition: _builtins.int = ...,
+        leader_epoch: _builtins.int = ...,
+        high_watermark: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["high_watermark", b"high_watermark", "leader_epoch", b"leader_epoch", "partition", b"partition"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CoordinatedPartition: _TypeAlias = CoordinatedPartition  # noqa: Y015
+
+@_typing.final
+class ListCoordinatedRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListCoordinatedRequest: _TypeAlias = ListCoordinatedRequest  # noqa: Y015
+
+@_typing.final
+class ListCoordinatedReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARTITIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def partitions(self) -> _containers.RepeatedCompositeFieldContainer[Global___CoordinatedPartition]: ...
+    def __init__(
+        self,
+        *,
+        partitions: _abc.Iterable[Global___CoordinatedPartition] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["partitions", b"partitions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListCoordinatedReply: _TypeAlias = ListCoordinatedReply  # noqa: Y015
+
+@_typing.final
+class OffsetPlace(_message.Message):
+    """One page of the committed offsets of a partition, in the order of group id, topic id and partition.  after: the last one of the page before;
+    absent = the first page.  done: no page follows
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    TOPIC_ID_FIELD_NUMBER: _builtins.int
+    PARTITION_FIELD_NUMBER: _builtins.int
+    group_id: _builtins.str
+    topic_id: _builtins.str
+    partition: _builtins.int
+    def __init__(
+        self,
+        *,
+        group_id: _builtins.str = ...,
+        topic_id: _builtins.str = ...,
+        partition: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "partition", b"partition", "topic_id", b"topic_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OffsetPlace: _TypeAlias = OffsetPlace  # noqa: Y015
+
+@_typing.final
+class ReadOffsetsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARTITION_FIELD_NUMBER: _builtins.int
+    LEADER_EPOCH_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    partition: _builtins.int
+    leader_epoch: _builtins.int
+    @_builtins.property
+    def after(self) -> Global___OffsetPlace: ...
+    def __init__(
+        self,
+        *,
+        partition: _builtins.int = ...,
+        leader_epoch: _builtins.int = ...,
+        after: Global___OffsetPlace | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["after", b"after"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "leader_epoch", b"leader_epoch", "partition", b"partition"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadOffsetsRequest: _TypeAlias = ReadOffsetsRequest  # noqa: Y015
+
+@_typing.final
+class StoredTopic(_message.Message):
+    """topic: "" = the metadata of the broker do not have the topic id; the lists have one entry for each partition"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    TOPIC_ID_FIELD_NUMBER: _builtins.int
+    PARTITIONS_FIELD_NUMBER: _builtins.int
+    OFFSETS_FIELD_NUMBER: _builtins.int
+    LEADER_EPOCHS_FIELD_NUMBER: _builtins.int
+    METADATA_FIELD_NUMBER: _builtins.int
+    COMMITTED_MS_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    topic_id: _builtins.str
+    @_builtins.property
+    def partitions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def leader_epochs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def metadata(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def committed_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        topic_id: _builtins.str = ...,
+        partitions: _abc.Iterable[_builtins.int] | None = ...,
+        offsets: _abc.Iterable[_builtins.int] | None = ...,
+        leader_epochs: _abc.Iterable[_builtins.int] | None = ...,
+        metadata: _abc.Iterable[_builtins.str] | None = ...,
+        committed_ms: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_ms", b"committed_ms", "leader_epochs", b"leader_epochs", "metadata", b"metadata", "offsets", b"offsets", "partitions", b"partitions", "topic", b"topic", "topic_id", b"topic_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoredTopic: _TypeAlias = StoredTopic  # noqa: Y015
+
+@_typing.final
+class StoredGroup(_message.Message):
+    """query_run, holds_retention: of the group of a query (S1); "" = consumers use the group"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    QUERY_RUN_FIELD_NUMBER: _builtins.int
+    HOLDS_RETENTION_FIELD_NUMBER: _builtins.int
+    TOPICS_FIELD_NUMBER: _builtins.int
+    group_id: _builtins.str
+    query_run: _builtins.str
+    holds_retention: _builtins.bool
+    @_builtins.property
+    def topics(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoredTopic]: ...
+    def __init__(
+        self,
+        *,
+        group_id: _builtins.str = ...,
+        query_run: _builtins.str = ...,
+        holds_retention: _builtins.bool = ...,
+        topics: _abc.Iterable[Global___StoredTopic] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "holds_retention", b"holds_retention", "query_run", b"query_run", "topics", b"topics"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoredGroup: _TypeAlias = StoredGroup  # noqa: Y015
+
+@_typing.final
+class ReadOffsetsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUPS_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
+    done: _builtins.bool
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoredGroup]: ...
+    def __init__(
+        self,
+        *,
+        groups: _abc.Iterable[Global___StoredGroup] | None = ...,
+        done: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "groups", b"groups"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadOffsetsReply: _TypeAlias = ReadOffsetsReply  # noqa: Y015
+
+@_typing.final
 class ListGroupsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -8140,6 +8586,8 @@ class DescribedGroup(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     QUERY_RUN_FIELD_NUMBER: _builtins.int
     COMMITTED_MS_FIELD_NUMBER: _builtins.int
+    HOLDS_RETENTION_FIELD_NUMBER: _builtins.int
+    FALLEN_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     coordinator_id: _builtins.int
     state: _builtins.str
@@ -8150,10 +8598,15 @@ class DescribedGroup(_message.Message):
     query_run: _builtins.str
     committed_ms: _builtins.int
     """committed_ms: of the newest commit; 0 = none"""
+    holds_retention: _builtins.bool
     @_builtins.property
     def error(self) -> Global___Error: ...
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___DescribedMember]: ...
+    @_builtins.property
+    def fallen(self) -> _containers.RepeatedCompositeFieldContainer[Global___FallenHold]:
+        """fallen: as the leaders said last"""
+
     def __init__(
         self,
         *,
@@ -8168,10 +8621,12 @@ class DescribedGroup(_message.Message):
         kind: _builtins.str = ...,
         query_run: _builtins.str = ...,
         committed_ms: _builtins.int = ...,
+        holds_retention: _builtins.bool = ...,
+        fallen: _abc.Iterable[Global___FallenHold] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignor", b"assignor", "committed_ms", b"committed_ms", "coordinator_id", b"coordinator_id", "error", b"error", "generation", b"generation", "group_id", b"group_id", "kind", b"kind", "leader", b"leader", "members", b"members", "query_run", b"query_run", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignor", b"assignor", "committed_ms", b"committed_ms", "coordinator_id", b"coordinator_id", "error", b"error", "fallen", b"fallen", "generation", b"generation", "group_id", b"group_id", "holds_retention", b"holds_retention", "kind", b"kind", "leader", b"leader", "members", b"members", "query_run", b"query_run", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -8352,6 +8807,7 @@ class GroupStateRecord(_message.Message):
     INITIAL_FIELD_NUMBER: _builtins.int
     EMPTY_SINCE_MS_FIELD_NUMBER: _builtins.int
     QUERY_RUN_FIELD_NUMBER: _builtins.int
+    HOLDS_RETENTION_FIELD_NUMBER: _builtins.int
     state: _builtins.int
     generation: _builtins.int
     assignor: _builtins.str
@@ -8359,6 +8815,7 @@ class GroupStateRecord(_message.Message):
     initial: _builtins.bool
     empty_since_ms: _builtins.int
     query_run: _builtins.str
+    holds_retention: _builtins.bool
     def __init__(
         self,
         *,
@@ -8369,10 +8826,11 @@ class GroupStateRecord(_message.Message):
         initial: _builtins.bool = ...,
         empty_since_ms: _builtins.int = ...,
         query_run: _builtins.str = ...,
+        holds_retention: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignor", b"assignor", "empty_since_ms", b"empty_since_ms", "generation", b"generation", "initial", b"initial", "leader", b"leader", "query_run", b"query_run", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignor", b"assignor", "empty_since_ms", b"empty_since_ms", "generation", b"generation", "holds_retention", b"holds_retention", "initial", b"initial", "leader", b"leader", "query_run", b"query_run", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
