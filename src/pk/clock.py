@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Protocol
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol, Self
 
 #: Other systems than Linux: a suspended machine looks like one whose wall clock stepped.
 _BOOTTIME = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
@@ -34,6 +35,32 @@ class Clock(Protocol):
     async def sleep_ms(self, duration_ms: float) -> None:
         """Suspend the calling task."""
         ...
+
+
+class MedianTime(NamedTuple):
+    """The time by the median of several clocks.
+
+    The median of an even number of clocks lies between two of them, and either may be wrong.  So a
+    time that must not come too early is set by the later of the two, and compared with the earlier.
+    """
+
+    earliest_ms: int
+    latest_ms: int
+
+    @classmethod
+    def of(cls, clocks_ms: Iterable[int]) -> Self:
+        """Return the median of at least one clock."""
+        ordered = sorted(clocks_ms)
+        return cls(ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2])
+
+    def plus(self, later_ms: int) -> Self:
+        """Return both times, `later_ms` later."""
+        return type(self)(self.earliest_ms + later_ms, self.latest_ms + later_ms)
+
+    @property
+    def middle_ms(self) -> int:
+        """The mean of the two, for comparisons that tolerate an error to both sides."""
+        return (self.earliest_ms + self.latest_ms) // 2
 
 
 class SystemClock:

@@ -29,7 +29,7 @@
     │       StorageFailed · CorruptLog · AddressInUse · StoreRefused · TierTableChanged ·
     │       DamagedTierFile · LogUnidentified · LogMissing · ClusterIdMismatch · DuplicateBroker ·
     │       StaleBrokerEpoch · MetadataBehind · DirectoryNotFormatted · DirectoryFormatted ·
-    │       JavaMissing · JarsMissing · SnapshotUnusable
+    │       JavaMissing · JarsMissing · SnapshotUnusable · TooManyPartitions
     └── InternalError             ours: a bug; report it
 
 `code` travels on the wire (Kafka's number where Kafka has one, ours from 1000).  `retriable`: the
@@ -563,6 +563,12 @@ class DuplicateBroker(OperatorError):
     """A live broker has registered under this id."""
 
     code = 101
+
+
+class TooManyPartitions(OperatorError):
+    """A broker would hold more replicas than `partitions_max`: nothing was created or moved."""
+
+    code = 1043
 
 
 class MetadataBehind(OperatorError):

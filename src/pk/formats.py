@@ -44,10 +44,13 @@ class KnownFormat(NamedTuple):
     decode: str  #: compares the version; raises `NewerFormat` for another one
 
 
+_RUN = ("pk.log.directory:RUN_VERSION", "pk.log.directory:decode_run")
 _CHECKPOINT = ("pk.log.checkpoints:VERSION", "pk.log.checkpoints:decode")
 
 FORMATS = (
     KnownFormat("pk.json", "pk.log.directory:FORMAT", "pk.log.directory:read_format"),
+    KnownFormat("run.json", *_RUN),
+    KnownFormat("clean-shutdown", *_RUN),
     KnownFormat("recovery-point-offset-checkpoint", *_CHECKPOINT),
     KnownFormat("replication-offset-checkpoint", *_CHECKPOINT),
     KnownFormat("log-start-offset-checkpoint", *_CHECKPOINT),
@@ -76,6 +79,8 @@ FORMATS = (
                 "pk.server.node.format:read_metadata_identity"),
     KnownFormat("table counters", "pk.tiering.layout:COUNTERS_VERSION",
                 "pk.tiering.layout:check_version"),
+    KnownFormat("copy of committed offsets", "pk.tiering.offset_files:VERSION",
+                "pk.tiering.offset_files:decode"),
     KnownFormat("spark checkpoint", "pk.sparkconnector.offsets:VERSION",
                 "pk.sparkconnector.offsets:from_json"),
 )  # fmt: skip
@@ -83,10 +88,9 @@ FORMATS = (
 #: Files of a data directory without a version of their own, and why they need none.  `*` stands for
 #: any name.  Processes of one build write and read the directory `run`, which lives for one start.
 WITHOUT_VERSION = {
-    "*.log": "batches, whose header has a format (log/batch.py)",
+    "*.log": "batches: codecs are numbered (log/batch.py B4), and another header needs a level, "
+    "which pk.json names",
     "partition.json": "fields that this build does not know are kept (rule L8)",
-    "run.json": "read once pk.json has shown that this build knows the directory",
-    "clean-shutdown": "read once pk.json has shown that this build knows the directory",
     "reserve": "never read: deleted when the disk is full (server/raft/reserve.py)",
     ".lock": "the process id of the owner, for people",
 }
@@ -100,7 +104,7 @@ def require_version(what: str, found: object, known: int) -> None:
     if found != known or isinstance(found, bool):
         raise errors.NewerFormat(
             f"{what} has version {found!r}, this pk knows {known}: use the pk that wrote it. "
-            "Nothing here was changed"
+            "This file was not changed"
         )
 
 

@@ -21,6 +21,8 @@ CONTROL_BYTES_MAX = 4 * MIB
 #: Records per batch: deltas are u32, Spark wants batches of at most some 10 k rows, and memory is
 #: bounded.
 BATCH_RECORDS_MAX = 1_000_000
+#: Batches in one produce frame; a producer puts the others into the next frame.
+PRODUCE_BATCHES_MAX = 10_000
 #: Produce frames per stream that may wait for the log; beyond it the socket is not read.
 PRODUCE_FRAMES_QUEUED_MAX = 4
 #: Bytes that may wait for a log directory's writer thread; beyond it produce streams are not read.

@@ -284,8 +284,14 @@ SERVER = Options(
         Option("tier_timeout_ms", int, 10_000, "deadline of one store call", "ms", 100),
         Option("tier_retry_backoff_ms", int, 500,
                "first wait after a failed store call; doubles up to 30 s", "ms", 1),
+        Option("tier_refresh_max_ms", int, 300_000,
+               "the longest time between two looks for changes that other engines made to a tier "
+               "table, while no client reads it and nothing happens", "ms", 5_000),
         Option("tier_merge_interval_ms", int, 300_000,
                "small files of each table are merged in one commit at this interval", "ms", 100),
+        Option("tier_offsets_interval_ms", int, 60_000,
+               "how often changed committed offsets of groups are copied to the tier (T13); "
+               "0 = never", "ms", 0),
         Option("maintenance_runner", bool, False,
                "whether this node runs the schedules of maintenance jobs: one more process, with a "
                "JVM while a job needs Spark. Several nodes may: each job is run by one of them"),
@@ -364,6 +370,15 @@ SERVER = Options(
         Option("group_max_size", int, 1_000, "largest number of members of a group", "", 1, 10_000),
         Option("offsets_retention_minutes", int, 10_080,
                "offsets expire this long after their group became empty", "minutes", 1, INT32_MAX),
+        Option("hold_max_ms", int, DAY_MS,
+               "a query with holdRetention holds what it has not processed for so long after its "
+               "last word", "ms", 1_000),
+        Option("hold_max_bytes", int, 10 * 1024 * MIB,
+               "a query holds a partition at most so far behind its end; -1 = without a bound",
+               "bytes", -1),
+        Option("hold_grace_ms", int, 60_000,
+               "a new leader lets nothing expire for so long, unless every coordinator of groups "
+               "has reported its holds", "ms", 0),
         Option("offset_metadata_max_bytes", int, 4_096,
                "largest metadata of a committed offset", "bytes", 0, 64 * 1024),
         Option("resolver_table_urls", str, "",
@@ -372,6 +387,9 @@ SERVER = Options(
         Option("inbound_bytes_max", int, 512 * MIB,
                "memory of a process for all frames that arrive from its peers; at least twice "
                "the 16 KiB that each connection has of its own", "bytes", 16 * MIB),
+        Option("partitions_max", int, 0,
+               "replicas that the broker may hold; more are refused before they are created; 0 = "
+               "as many as fit a quarter of the memory, at 24 KiB each", "", 0),
         Option("disk_reserve_bytes", int, 64 * MIB,
                "a directory with less free space refuses produce, and its leaderships move to "
                "replicas with twice as much; followers, metadata and checkpoints still use it",
@@ -458,7 +476,8 @@ CONSUMER = Options(
         Option("session_timeout_ms", int, 45_000,
                "the group removes a member that is not heard for this time", "ms", 1, INT32_MAX),
         Option("heartbeat_interval_ms", int, 3_000,
-               "how often a member sends a heartbeat", "ms", 1, INT32_MAX),
+               "how often a member sends a heartbeat; it waits for news at most so long", "ms", 1,
+               INT32_MAX),
         Option("max_poll_interval_ms", int, 300_000,
                "a member that does not poll for this time leaves its group", "ms", 1, INT32_MAX),
         Option("enable_auto_commit", bool, True,

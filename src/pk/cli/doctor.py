@@ -21,6 +21,7 @@ from typing import Any
 import typer
 
 from pk import errors
+from pk.cli.doctor_server import server
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Find out why an environment does not work."
@@ -195,6 +196,9 @@ def diagnose(
 @app.callback()
 def main() -> None:
     """Find out why an environment does not work."""
+
+
+app.command()(server)
 
 
 @app.command()

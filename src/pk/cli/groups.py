@@ -128,6 +128,13 @@ def _show(found: GroupDescription) -> None:
             f"group {found.group_id}: the progress of a streaming query as of {at}, coordinator "
             f"{found.coordinator_id}"
         )
+        if found.holds_retention:
+            typer.echo(
+                "holds retention: what it has not processed neither expires nor is compacted"
+            )
+        for each in found.fallen:
+            place = each.partition
+            typer.echo(f"the hold of {place.topic}-{place.partition} has fallen: {each.why}")
         return
     typer.echo(
         f"group {found.group_id}: {found.state}, generation {found.generation}, "

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pk import errors
+from pk import errors, formats
 from pk.cli import log_directories
 from pk.cli.repair import repair
 from pk.log import dump as dumping
@@ -44,7 +44,10 @@ def dump(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object a line")] = False,
 ) -> None:
-    """Print what FILE holds; damage is printed where it is, and the exit code is then 1."""
+    """Print what FILE holds; damage is printed where it is, and the exit code is then 1.
+
+    A file that a newer pk wrote is refused: only that pk can read it.
+    """
     kind = dumping.kind_of(file.name)
     metadata = id_of(file.name.removesuffix(".part").removesuffix(".load")) is not None
     if kind is None and not metadata:
@@ -65,10 +68,11 @@ def dump(
             objects = dumping.dump(
                 kind, lambda at, count: os.pread(fd, count, at), size, records=records
             )
-        for found in objects:
-            if "corrupt" in found:
-                damage.append(found)
-            typer.echo(json.dumps(found) if as_json else line(found))
+        with formats.named(str(file)):
+            for found in objects:
+                if "corrupt" in found:
+                    damage.append(found)
+                typer.echo(json.dumps(found) if as_json else line(found))
     finally:
         os.close(fd)
     if damage:

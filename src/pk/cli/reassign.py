@@ -92,7 +92,7 @@ def read_plan(path: Path) -> ReassignmentPlan:
         given = json.loads(path.read_text())
     except OSError as cause:
         raise errors.InvalidOption(f"{path}: {cause.strerror}") from cause
-    except ValueError as cause:
+    except (ValueError, RecursionError) as cause:
         raise errors.InvalidOption(f"{path} is not JSON: {cause}") from cause
     if not isinstance(given, dict) or given.get("version", 1) != 1:
         raise errors.InvalidOption(f'{path}: an object with "version": 1 and "partitions"')
@@ -162,8 +162,13 @@ def _alter(
     return found
 
 
-def _report(results: dict[Any, Any], done: str, as_json: bool, **more: Any) -> None:
-    """Print one line per partition; the exit code is 1 if any has an error."""
+def _report(
+    results: dict[Any, Any], done: str, as_json: bool, *, aside: bool = False, **more: Any
+) -> None:
+    """Print one line per partition; the exit code is 1 if any has an error.
+
+    aside: print to standard error, because standard output is a plan
+    """
     if as_json:
         listed = [
             {"topic": p.topic, "partition": p.partition, "error": error_json(error)}
@@ -172,7 +177,8 @@ def _report(results: dict[Any, Any], done: str, as_json: bool, **more: Any) -> N
         say({"partitions": listed, **more})
     else:
         for place, error in results.items():
-            typer.echo(f"{place}: {done if error is None else error.message}")
+            said = done if error is None else error.message.removeprefix(f"{place}: ")
+            typer.echo(f"{place}: {said}", err=aside)
     if any(error is not None for error in results.values()):
         raise SystemExit(1)
 
@@ -197,8 +203,15 @@ def current(
 def _present(
     admin: AdminClient, topics: set[str], seconds: Callable[[], float]
 ) -> ReassignmentPlan:
-    """Return the replicas and ids that these topics have now."""
-    replicas = admin.partition_replicas(topics, timeout_s=seconds())
+    """Return the replicas and ids that these topics have now, without those that a reassignment
+    is adding: they may have no records yet.
+    """
+    from pk.types import TopicPartition
+
+    replicas = dict(admin.partition_replicas(topics, timeout_s=seconds()))
+    for each in admin.list_partition_reassignments(topics, timeout_s=seconds()):
+        place = TopicPartition(each.topic, each.partition)
+        replicas[place] = tuple(one for one in each.replicas if one not in each.adding)
     return ReassignmentPlan(replicas, admin.topic_ids(topics, timeout_s=seconds()))
 
 
@@ -210,16 +223,21 @@ def execute(
     force: ForceOption = False,
     as_json: AsJson = False,
 ) -> None:
-    """Begin a reassignment; the copying goes on after the command (see verify)."""
+    """Begin a reassignment; the copying goes on after the command (see verify).
+
+    Standard output is the plan that leads back: the replicas that the partitions have now, without
+    those that an earlier reassignment is still adding.
+    """
     plan, seconds = read_plan(file), countdown(timeout_ms)
     with quiet_end(), _admin(bootstrap) as admin:
         before = _present(admin, set(plan.topic_ids), seconds)
         kept = {p: before.assignment[p] for p in plan.assignment if p in before.assignment}
         old = ReassignmentPlan(kept, before.topic_ids).text()
         if not as_json:
-            typer.echo(f"to go back, execute this:\n{old}\n")
+            typer.echo("to go back, execute the plan on standard output", err=True)
+            typer.echo(old)
         results = _alter(admin, plan, dict(plan.assignment), seconds, force=force)
-        _report(results, "begun", as_json, before=json.loads(old))
+        _report(results, "begun", as_json, aside=True, before=json.loads(old))
 
 
 @app.command()
@@ -267,7 +285,10 @@ def cancel(
     force: ForceOption = False,
     as_json: AsJson = False,
 ) -> None:
-    """Return to the former replicas where the reassignment is not complete."""
+    """Return to the former replicas where the reassignment is not complete.
+
+    Their order may be another one, and with it the preferred leader.
+    """
     plan, seconds = read_plan(file), countdown(timeout_ms)
     plan.expected = {}
     with quiet_end(), _admin(bootstrap) as admin:

@@ -23,7 +23,6 @@ import asyncio
 import errno
 import os
 import platform
-import resource
 import secrets
 import socket
 import stat
@@ -31,7 +30,7 @@ from collections.abc import Coroutine
 from functools import partial
 from typing import Any
 
-from pk import errors, limits
+from pk import descriptors, errors, limits
 from pk.clock import SystemClock
 from pk.tasks import TaskRegistry, awaited
 from pk.wire.connection_quotas import ConnectionQuotas, host_of
@@ -59,19 +58,22 @@ _SPLICE_BYTES = 64 * limits.KIB
 #: After the process ran out of descriptors: the time in which no connection is accepted.
 _ACCEPT_PAUSE_S = 0.2
 #: Descriptors of the process per connection: a control connection takes three (`_hand_over`).
-_DESCRIPTORS_PER_CONNECTION = 4
+_DESCRIPTORS_PER_CONNECTION = 3
 #: N6
 STREAM_TIMEOUT_MS = 5_000
 #: The floors of all connections together may take one byte of this many of the budget.
 _FLOORS_SHARE = 2
 
 
+def connections_max(descriptor_limit: int) -> int:
+    """Return how many connections a process with this limit of descriptors accepts (N7)."""
+    share = int(descriptor_limit * descriptors.CONNECTIONS_SHARE)
+    return max(1, min(limits.CONNECTIONS_MAX, share // _DESCRIPTORS_PER_CONNECTION))
+
+
 def _connections_max(inbound_bytes_max: int | None = None) -> int:
     """Return how many connections the descriptors and the inbound budget allow (N7)."""
-    found = limits.CONNECTIONS_MAX
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY:
-        found = min(found, soft // _DESCRIPTORS_PER_CONNECTION)
+    found = connections_max(descriptors.limit())
     if inbound_bytes_max is not None:
         found = min(found, inbound_bytes_max // _FLOORS_SHARE // CONNECTION_BYTES)
     return max(1, found)
