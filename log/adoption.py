@@ -42,10 +42,11 @@ class LogDirectory(NamedTuple):
 #: other         its identity names another partition or another cluster
 #: ignored       its name is not <topic>-<number>: nothing opens or removes it (rule L22)
 #: missing       a checkpoint names the log, and its directory is missing
+#: newer         one of its files is of a newer pk: only that pk can open it (rule L21)
 #: adopted       by an operator; the cluster has not confirmed it yet
 #: discarded     by an operator; the cluster has not confirmed it yet
 OK, RESTORABLE, UNIDENTIFIED = "ok", "restorable", "unidentified"
-OTHER, MISSING, IGNORED = "other", "missing", "ignored"
+OTHER, MISSING, IGNORED, NEWER = "other", "missing", "ignored", "newer"
 
 
 class Contents(NamedTuple):
@@ -109,7 +110,28 @@ def _status(
         return OTHER, found.topic_id, f"the identity of cluster {found.cluster_id}"
     if known is not None and known.identity.key == found.key and known.state == ADOPTED:
         return ADOPTED, found.topic_id, ""
-    return OK, found.topic_id, ""
+    newer = _newer_file(storage, f"{ROOT}/{name}")
+    return NEWER if newer else OK, found.topic_id, newer
+
+
+def _newer_file(storage: Storage, path: str) -> str:
+    """Return the error of the first file beside the segments that a newer pk wrote; "" = none."""
+    for name in sorted(storage.list(path)):
+        kind = dump.kind_of(name)
+        if kind is None or kind == LOG:
+            continue
+        try:
+            file = storage.open(f"{path}/{name}", write=False)
+        except FileNotFoundError:  # a running broker has replaced or removed it
+            continue
+        try:
+            for _ in dump.dump(kind, file.read, file.size()):
+                pass
+        except errors.NewerFormat as newer:
+            return f"{name}: {newer.message}"
+        finally:
+            file.close()
+    return ""
 
 
 def extent(storage: Storage, name: str) -> Contents:

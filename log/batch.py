@@ -176,7 +176,10 @@ def check_structure(header: Header) -> None:
 def _structure_problem(header: Header) -> str:  # noqa: C901 - one flat list of independent checks
     attributes, count = header.attributes, header.record_count
     if header.magic != MAGIC:
-        return f"magic 0x{header.magic:08x} is not 0x{MAGIC:08x}"
+        return (
+            f"magic 0x{header.magic:08x} is not 0x{MAGIC:08x}: the bytes are damaged, or a newer "
+            "pk wrote them"
+        )
     if header.length < HEADER_BYTES:
         return f"length {header.length}"
     if not 0 <= count <= limits.BATCH_RECORDS_MAX:
@@ -312,18 +315,22 @@ def iter_batches(buffer: Buffer) -> Iterator[tuple[Header, memoryview]]:
         yield header, view[position : position + header.length]
 
 
-def check_place(header: Header, before: int, after: int, *, first: bool) -> None:
+def check_place(
+    header: Header, before: int, after: int, *, first: bool, dense: bool = False
+) -> None:
     """Check that a fetched batch fits between its neighbours: it must not begin below `before`,
     where the batch before it ends, and must not end above `after`, where the next batch begins.  No
     checksum covers its offsets (B1).  If two batches overlap, the batch that continues its
     predecessor is accepted.  The `first` batch of a fetch is accepted if it holds `before`, because
-    the broker has checked its place.
+    the broker has checked its place.  dense: the batches have no gaps between them, so a batch must
+    begin at `before`, or hold it if it is the `first`.
 
     Raises `CorruptBatch`.
     """
     begins = header.base_offset
     believed = begins <= before if first else begins == before
-    if (begins < before and not first) or (header.next_offset > after and not believed):
+    misplaced = (begins < before and not first) or (header.next_offset > after and not believed)
+    if misplaced or (dense and not believed):
         raise errors.CorruptBatch(
             f"a batch says that it holds offsets [{begins}, {header.next_offset}); "
             f"it stands between {before} and {after}"

@@ -52,6 +52,7 @@ from pk.log.encoding import (
     UNITS,
     encode,
     encode_lists,
+    few_offsets,
     fixed_column,
     total,
 )
@@ -96,6 +97,7 @@ def schema(timestamp_unit: str = "ms") -> pa.Schema:
 
 
 _SCHEMAS = {unit: schema(unit) for unit in ("ms", "us")}
+_STAMPS = {unit: kind.field("timestamp").type for unit, kind in _SCHEMAS.items()}
 
 
 # -- decoding --------------------------------------------------------------------------------------
@@ -391,11 +393,7 @@ def _timestamps(header: Header, body: Body, unit: str) -> pa.Array:
             raw += header.base_timestamp
         if scale != 1:
             raw *= scale
-    kind = _SCHEMAS[unit].field("timestamp").type
-    return pa.Array.from_buffers(kind, header.record_count, [None, pa.py_buffer(raw)], 0)
-
-
-_ENDS = [struct.Struct(f"<{count + 1}i") for count in range(FEW + 1)]
+    return pa.Array.from_buffers(_STAMPS[unit], header.record_count, [None, pa.py_buffer(raw)], 0)
 
 
 def _prefix_sum(lengths: U32) -> pa.Buffer:
@@ -403,7 +401,7 @@ def _prefix_sum(lengths: U32) -> pa.Buffer:
     overflows.
     """
     if len(lengths) <= FEW:
-        return pa.py_buffer(_ENDS[len(lengths)].pack(0, *accumulate(lengths.tolist())))
+        return few_offsets(lengths.tolist())
     offsets = np.empty(len(lengths) + 1, np.int32)
     offsets[0] = 0
     sums = offsets[1:]

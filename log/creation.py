@@ -61,7 +61,7 @@ class NewPartition(NamedTuple):
     topic_id: str
     config: LogConfig
     again: bool = False  #: an earlier attempt to create or open it failed, or it was a stray
-    genesis: str = ""  #: id of the metadata log that knows the partition
+    genesis: str = ""  #: the metadata log that knows the partition, and its term
     created: Offset = NONE  #: the offset that the metadata log had reached
     #: id of the directory that the metadata name for it; "" = any directory (rule R11)
     directory_id: str = ""

@@ -34,8 +34,9 @@ from pk.types import METADATA_TOPIC, NONE, Offset, PartitionKey, TopicPartition
 FORMAT = 0
 #: The version of the layout: a hash of a sample of every file as this build writes it, checked by
 #: tests/unit/log/test_layout.py.  Builds with the same hash read each other's directories.
-LAYOUT = "bf2f3ef03795e242"
+LAYOUT = "1446eabd37066ecf"
 FORMAT_FILE = "pk.json"
+RUN_VERSION = 0  #: of run.json and clean-shutdown
 RUN_FILE = "run.json"
 CLEAN_FILE = "clean-shutdown"
 RECOVERY_POINTS = "recovery-point-offset-checkpoint"
@@ -210,7 +211,8 @@ def open_directory(
             node_id=wanted.node_id,
             build=wanted.build,
         )
-        before, closed = read_run(storage)
+        with formats.named(storage.root):
+            before, closed = read_run(storage)
         if root:
             storage.make_dir(root)
             storage.sync_dir("")
@@ -299,7 +301,7 @@ def _unsealed(raw: bytes) -> dict[str, Any] | None:
     """
     try:
         found = json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(found, dict) or sealed.FIELD.encode() in raw:
         return None
@@ -371,7 +373,7 @@ def check_format(
 
 def read_run(storage: Storage) -> tuple[ProcessRun, bool]:
     """Return `(the previous process, whether it closed properly)`; a damaged file counts as an
-    unclean shutdown.
+    unclean shutdown.  Raises `NewerFormat`.
     """
     closed = _read_run(storage, CLEAN_FILE)
     return closed or _read_run(storage, RUN_FILE) or ProcessRun(), closed is not None
@@ -379,10 +381,23 @@ def read_run(storage: Storage) -> tuple[ProcessRun, bool]:
 
 def _read_run(storage: Storage, name: str) -> ProcessRun | None:
     try:
-        found = json.loads(storage.read_file(name))
-        return ProcessRun(str(found["boot_id"]), int(found["broker_epoch"]))
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return decode_run(name, storage.read_file(name))
+    except (FileNotFoundError, sealed.CorruptFile):
         return None
+
+
+def encode_run(run: ProcessRun) -> bytes:
+    """Encode the content of run.json or clean-shutdown."""
+    return sealed.encode({"version": RUN_VERSION, **run._asdict()})
+
+
+def decode_run(name: str, raw: bytes) -> ProcessRun:
+    """Decode the content of the file `name`.  Raises `CorruptFile`, and `NewerFormat` for a whole
+    file of another version.
+    """
+    found = sealed.decode(raw)
+    formats.require_version(name, sealed.field(found, "version", int), RUN_VERSION)
+    return ProcessRun(sealed.field(found, "boot_id", str), sealed.field(found, "broker_epoch", int))
 
 
 def read_last_run(storage: Storage) -> LastRun | None:
@@ -416,7 +431,7 @@ def recovered_activity_ms(directories: Sequence[Directory], wall_ms: int) -> int
 
 
 def write_run(storage: Storage, run: ProcessRun) -> None:
-    storage.replace_file(RUN_FILE, json.dumps(run._asdict()).encode())
+    storage.replace_file(RUN_FILE, encode_run(run))
 
 
 def mark_running(storage: Storage, run: ProcessRun) -> None:
@@ -433,7 +448,7 @@ def mark_running(storage: Storage, run: ProcessRun) -> None:
 
 
 def mark_clean(storage: Storage, run: ProcessRun) -> None:
-    storage.replace_file(CLEAN_FILE, json.dumps(run._asdict()).encode())
+    storage.replace_file(CLEAN_FILE, encode_run(run))
 
 
 def read_offsets(storage: Storage, name: str) -> Offsets:

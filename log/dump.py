@@ -56,7 +56,7 @@ def kind_of(name: str) -> str | None:
 
 
 def dump(kind: str, read: ReadAt, size: int, *, records: bool = False) -> Iterator[Object]:
-    """Yield the objects of a file of `kind`."""
+    """Yield the objects of a file of `kind`; damage is an object, too.  Raises `NewerFormat`."""
     if kind == LOG:
         yield from dump_log(read, size, records)
         return
@@ -83,7 +83,7 @@ def dump(kind: str, read: ReadAt, size: int, *, records: bool = False) -> Iterat
             for line in checkpoints.decode(kind, raw):
                 topic_id, partition, offset = line.split()
                 yield {"topic_id": topic_id, "partition": int(partition), "offset": int(offset)}
-    except (errors.LogUnidentified, errors.NewerFormat) as cause:
+    except errors.LogUnidentified as cause:
         yield {"corrupt": cause.message, "position": 0}
     except (
         index.CorruptIndex,

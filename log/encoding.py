@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,6 +61,16 @@ def offsets_of(column: pa.Array) -> npt.NDArray[Any]:
     kind = np.dtype(np.int64 if column.type in _WIDE else np.int32)
     start = column.offset * kind.itemsize
     return np.frombuffer(column.buffers()[1], kind, len(column) + 1, start)
+
+
+_ENDS = [struct.Struct(f"<{count + 1}i") for count in range(FEW + 1)]
+
+
+def few_offsets(lengths: Sequence[int]) -> pa.Buffer:
+    """Return the offsets of at most `FEW` values of a binary column.  numpy would release the
+    interpreter lock, and getting it back from a busy thread takes far longer than the work.
+    """
+    return pa.py_buffer(_ENDS[len(lengths)].pack(0, *accumulate(lengths)))
 
 
 def total(lengths: U32 | None) -> int:

@@ -1,9 +1,8 @@
 """The Storage and Disk of the operating system: files, one writer thread per directory, and pools
 for reads and computation.
 
-The rules are those of `log/storage.py`: log/storage D1–D4.  Many threads may read and sync a
-`RealFile` while one writes.  `close` does not wait for them: the descriptor is closed when its last
-user is done, so it is never used after the operating system has reused it.
+The rules are those of `log/storage.py`: log/storage D1–D4.  `log/real_file` is an open file,
+`log/descriptor_pool` bounds how many are open.
 
 Threads (rule P2)
   F1  The writer drains every queued job per wake-up, in order.  Finished jobs reach the loop
@@ -27,158 +26,31 @@ from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from pk import errors
-from pk.log.storage import Buffer, File
+from pk.log.descriptor_pool import POOL
+from pk.log.real_file import EXHAUSTED, NO_DESCRIPTOR, RealFile
+from pk.log.storage import File
 
 T = TypeVar("T")
 
-IOV_MAX = min(1024, os.sysconf("SC_IOV_MAX")) if hasattr(os, "sysconf") else 1024
 LOCK_NAME = ".lock"
 READ_THREADS = 4
 #: How many syncs `sync_all` runs at once: file systems commit those that wait together as one.
 SYNC_THREADS = 8
 COMPUTE_THREADS = 2
-_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
-#: Errors that pass and do not mean that the disk failed: no space, no free descriptors.
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, *_NO_DESCRIPTOR)
+#: Errors that pass and do not mean that the disk failed: no space, or those of `EXHAUSTED`.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, *EXHAUSTED)
+#: How many descriptors of the pool are closed if the process has none left.
+_RELEASED = 16
 
 
-class RealFile:
-    """One open file.  It keeps positions itself, so nothing depends on the descriptor's own
-    position.
-    """
-
-    def __init__(self, storage: RealStorage, path: str, fd: int) -> None:
-        self.path = path
-        self._storage = storage
-        self._fd = fd
-        self._size = os.fstat(fd).st_size
-        self._guard = threading.Lock()
-        self._users = 1  # one user is the owner; each running read or sync is one more
-
-    def size(self) -> int:
-        return self._size
-
-    def append(self, buffers: Sequence[Buffer]) -> int:
-        start = self._size
-        self._check()
-        try:
-            self._write_all(start, [memoryview(b) for b in buffers if len(b)])
-        except OSError as cause:
-            self._cut_back(start, cause)
-        self._size = start + sum(len(b) for b in buffers)
-        return start
-
-    def write_at(self, position: int, data: Buffer) -> None:
-        self._check()
-        try:
-            self._write_all(position, [memoryview(data)])
-        except OSError as cause:
-            if position + len(data) > self._size:
-                self._cut_back(self._size, cause)
-            self._storage.fail(cause, f"writing {self.path}")
-        self._size = max(self._size, position + len(data))
-
-    def _write_all(self, position: int, views: list[memoryview]) -> None:
-        first = 0
-        while first < len(views):
-            written = os.pwritev(self._fd, views[first : first + IOV_MAX], position)
-            if not written:
-                raise OSError(errno.EIO, "nothing was written")
-            position += written
-            while first < len(views) and written >= len(views[first]):
-                written -= len(views[first])
-                first += 1
-            if written:
-                views[first] = views[first][written:]
-
-    def _cut_back(self, size: int, cause: OSError) -> NoReturn:
-        """Remove from the file the part of a failed append that reached it (log/storage D1)."""
-        try:
-            os.ftruncate(self._fd, size)
-        except OSError as worse:
-            self._storage.fail(worse, f"cutting {self.path} back", torn=True)
-        self._storage.fail(cause, f"appending to {self.path}")
-
-    def _check(self) -> None:
-        """Check that the file is open (log/storage D4), for calls of the owner, during which
-        nothing closes it.
-        """
-        self._storage.check_writable()
-        if self._fd < 0 or self._users < 1:
-            raise FileNotFoundError(f"{self.path} was closed")
-
-    def _enter(self) -> None:
-        """Keep the descriptor open until `_leave` (log/storage D4), for calls of other threads."""
-        with self._guard:
-            if self._users < 1:
-                raise FileNotFoundError(f"{self.path} was closed")
-            self._users += 1
-
-    def read(self, position: int, size: int) -> bytes:
-        self._enter()
-        try:
-            data = os.pread(self._fd, size, position)
-            if len(data) == size:
-                return data
-            parts = [data]  # pread is bounded by 2 GiB and may stop at a signal
-            while data and sum(map(len, parts)) < size:
-                got = sum(map(len, parts))
-                data = os.pread(self._fd, size - got, position + got)
-                parts.append(data)
-            return b"".join(parts)
-        except OSError as cause:
-            raise errors.StorageFailed(
-                f"{self._storage.root}: reading {self.path}: {cause.strerror}"
-            ) from cause
-        finally:
-            self._leave()
-
-    def truncate(self, size: int) -> None:
-        self._check()
-        try:
-            os.ftruncate(self._fd, size)
-        except OSError as cause:
-            self._storage.fail(cause, f"truncating {self.path}")
-        self._size = size
-
-    def sync(self) -> None:
-        self._storage.check_writable()
-        self._enter()
-        try:
-            os.fdatasync(self._fd)
-        except OSError as cause:
-            self._storage.fail(cause, f"syncing {self.path}", torn=True)
-        finally:
-            self._leave()
-
-    def close(self) -> None:
-        with self._guard:
-            if self._users < 1 or self._fd < 0:
-                return
-            self._users -= 1
-            last = self._users == 0
-            if not last:
-                self._users -= 1_000_000  # closed: running reads bring the count up to -1_000_000
-        if last:
-            self._drop()
-
-    def _leave(self) -> None:
-        with self._guard:
-            self._users -= 1
-            last = self._users == -1_000_000
-        if last:
-            self._drop()
-
-    def _drop(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-    def __del__(self) -> None:
-        fd = getattr(self, "_fd", -1)
-        if fd >= 0:
-            with contextlib.suppress(OSError):
-                os.close(fd)
+def _opened(path: str, flags: int) -> int:
+    """Open a file; if there is no free descriptor, the pool closes some first."""
+    try:
+        return os.open(path, flags, 0o644)
+    except OSError as cause:
+        if cause.errno not in NO_DESCRIPTOR or not POOL.release(_RELEASED):
+            raise
+        return os.open(path, flags, 0o644)
 
 
 class RealStorage:
@@ -218,8 +90,14 @@ class RealStorage:
         flags = (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC | (os.O_CREAT if create else 0)
         if create:
             self.check_writable()
+        return RealFile(self, path, self.descriptor(path, flags), POOL, write=write)
+
+    def descriptor(self, path: str, flags: int) -> int:
+        """Open a file for the caller to close.  Raises `FileNotFoundError`, and as log/storage D2
+        says.
+        """
         try:
-            return RealFile(self, path, os.open(self._full(path), flags, 0o644))
+            return _opened(self._full(path), flags)
         except FileNotFoundError:
             self._check_there(f"opening {path}")
             raise
@@ -265,7 +143,7 @@ class RealStorage:
             try:
                 os.close(self._synced_dir(path))
             except OSError as cause:
-                if cause.errno not in _NO_DESCRIPTOR:
+                if cause.errno not in NO_DESCRIPTOR:
                     raise
                 self._sync_with_spare(path)
         except FileNotFoundError:
@@ -276,7 +154,7 @@ class RealStorage:
 
     def _synced_dir(self, path: str) -> int:
         """Return the descriptor of a directory that was synced."""
-        fd = os.open(self._full(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = _opened(self._full(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
         except BaseException:
@@ -330,13 +208,13 @@ class RealStorage:
 
     def read_file(self, path: str) -> bytes:
         try:
-            with open(self._full(path), "rb") as file:
+            with open(self._full(path), "rb", opener=_opened) as file:
                 return file.read()
         except FileNotFoundError:
             self._check_there(f"reading {path}")
             raise
         except OSError as cause:
-            if cause.errno in _NO_DESCRIPTOR:  # log/storage D2: the file is opened for this
+            if cause.errno in NO_DESCRIPTOR:  # log/storage D2: the file is opened for this
                 self.fail(cause, f"reading {path}")
             raise errors.StorageFailed(f"{self.root}: reading {path}: {cause.strerror}") from cause
 

@@ -51,7 +51,8 @@ class Identity(NamedTuple):
     topic_id: str
     topic_partition: TopicPartition
     cluster_id: str = ""
-    genesis: str = ""  #: id of the metadata log that knew the partition
+    #: the metadata log that knew the partition, and its term: GENESIS@EPOCH (image.origin)
+    genesis: str = ""
     created: Offset = NONE  #: the offset of the metadata log when the partition was created here
 
     @property

@@ -35,7 +35,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pk import errors
+from pk import errors, formats
 from pk.log import aborted, checkpoints, control_rows, forgotten, index, producers, recovery, swap
 from pk.log import epochs as leader_epochs
 from pk.log.batch import Header
@@ -158,7 +158,10 @@ def _load(opening: Opening, log_start: Offset) -> Loaded:
     end = segments[-1].written.next_offset if segments else 0
     if max(end, log_start) < recovery_point:
         raise errors.CorruptLog(
-            f"{path} ends at offset {end}, but everything below {recovery_point} was flushed",
+            f"{path} ends at offset {end}, but everything below {recovery_point} was flushed. "
+            "If other replicas have these records, this one is rebuilt. Else bring the missing "
+            "files back, or stop the broker and run pk log repair to go on without offsets "
+            f"[{end}, {recovery_point})",
             offset=str(end),
             recovery_point=str(recovery_point),
         )
@@ -490,10 +493,10 @@ def _replay_from(opening: Opening, loaded: Loaded, limit: Offset) -> None:
     for at in reversed(snapshots(opening.storage, opening.path)):
         if not first <= at <= limit:
             continue
+        name = opening.name(at, SNAPSHOT)
         try:
-            found, state = Producers.from_snapshot(
-                opening.storage.read_file(opening.name(at, SNAPSHOT))
-            )
+            with formats.named(name):
+                found, state = Producers.from_snapshot(opening.storage.read_file(name))
         except producers.CorruptSnapshot as cause:
             opening.note("snapshot", f"{at}: {cause}")
             continue
@@ -509,10 +512,16 @@ def _replay_from(opening: Opening, loaded: Loaded, limit: Offset) -> None:
 def _load_aborted(opening: Opening, segment: Segment) -> bool:
     path = segment.path(TXNINDEX)
     try:
-        entries = aborted.decode(opening.storage.read_file(path))
-    except (aborted.CorruptTransactionIndex, FileNotFoundError):
+        with formats.named(path):
+            entries = aborted.decode(opening.storage.read_file(path))
+    except FileNotFoundError:
         return False
-    if entries and entries[-1].last_offset >= segment.written.next_offset:  # O8
+    except aborted.CorruptTransactionIndex as damage:
+        opening.note("aborted index", f"{segment.base_offset}: {damage}")
+        usable = False
+    else:
+        usable = not entries or entries[-1].last_offset < segment.written.next_offset  # O8
+    if not usable:
         opening.storage.remove(path)
         opening.storage.sync_dir(opening.path)
         return False

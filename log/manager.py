@@ -79,14 +79,13 @@ class LogManager:
             self.directories, self._logs, disks, producer_id_expiration_ms
         )
         self.cluster_id, self.level = cluster_id, level
-        self._disks = disks
-        self._node_id = node_id
-        self._build = build
+        self._disks, self._node_id, self._build = disks, node_id, build
         self._world = world
         self._boot_id = boot_id
         self._root = root
         self._cache = IndexCache(index_cache_bytes)
         self._strays = Strays()
+        self.removed: list[str] = []  #: directories of deleted logs that `load` removed
         #: Whether the metadata say that the log of this identity is no longer needed (M5).
         self.gone: Callable[[Identity], bool] = lambda found: False
         self.named: Callable[[PartitionKey], str] = lambda key: ""  #: its directory's id (R11)
@@ -208,6 +207,7 @@ class LogManager:
         storage, path = directory.disk.storage, self._path(name)
         if identity.is_pending_delete(name):  # M3: an earlier process renamed it
             await directory.disk.write(partial(storage.remove_tree, path))
+            self.removed.append(f"{storage.root}/{path}")
             return None
         second = directory.identities.get(name)
         key = PartitionKey(name, NONE) if second is None else second.identity.key
@@ -257,22 +257,22 @@ class LogManager:
         """Whether the metadata did not know the partition at the start, and still do not (M3)."""
         return key in self._strays
 
-    async def discard_strays(self) -> list[str]:
+    async def discard_strays(self) -> tuple[list[str], list[str]]:
         """Discard the strays (M3); the caller must know every partition placed on this broker.
 
-        Returns the directories that are kept (M5).
+        Returns the directories that are kept (M5), and those that are discarded.
         """
-        kept = []
+        kept, discarded = list[str](), list[str]()
         for directory, path, found in self._strays.unknown():
-            if self.gone(found):
+            gone = self.gone(found)
+            if gone:
                 await self._discard(directory, path, found.key, STRAY_DELAY_MS, open_here=False)
-            else:
-                kept.append(f"{directory.disk.storage.root}/{path}")
+            (discarded if gone else kept).append(f"{directory.disk.storage.root}/{path}")
         for directory in self.directories:
             stale = [each.identity for each in directory.identities.values()]
             for each in [each for each in stale if each.key not in self._logs and self.gone(each)]:
                 directory.forget(each.topic_id, each.topic_partition)
-        return kept
+        return kept, discarded
 
     def _open_log(
         self, directory: Directory, path: str, tp: TopicPartition, topic_id: str, config: LogConfig

@@ -134,6 +134,7 @@ class WritePlan:
     size: int = 0  #: size of the batches
     records: int = 0
     sync: bool = False  #: fdatasync before the plan completes
+    epochs_synced: bool = False  #: the epoch that the plan begins with is in its file (epoch_files)
     ops: list[AppendOp | RollOp | EpochOp | RepairOp] = field(default_factory=list)
     appended: list[Appended] = field(default_factory=list)
     extents: dict[Any, Any] = field(

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from crc32c import crc32c
 
-from pk import errors
+from pk import errors, formats
 from pk.log import aborted, damage, index
 from pk.log import batch as batches
 from pk.log.aborted import AbortedEntry
@@ -291,9 +291,10 @@ class Segment:
         """Load the index.  Raises `index.CorruptIndex` if it is torn or does not belong to the
         content of the log, and `FileNotFoundError`.
         """
-        sparse, extent = index.decode(
-            self.base_offset, self.read_file(INDEX), self.read_file(TIMEINDEX)
-        )
+        with formats.named(self.path(INDEX)):
+            sparse, extent = index.decode(
+                self.base_offset, self.read_file(INDEX), self.read_file(TIMEINDEX)
+            )
         if extent.size:
             last = self.read_at(extent.last_position, HEADER_BYTES)
             header = batches.read_header(last) if len(last) == HEADER_BYTES else None

@@ -123,7 +123,9 @@ class LocalLogWriter:
                 elif isinstance(op, RollOp):
                     self._perform_roll(op)
                 elif isinstance(op, EpochOp):
-                    self._storage.replace_file(f"{self._path}/{leader_epochs.FILE}", op.content)
+                    if not (plan.epochs_synced and op is plan.ops[0]):
+                        path = f"{self._path}/{leader_epochs.FILE}"
+                        self._storage.replace_file(path, op.content)
                 else:
                     self._perform_repair(op)
             self._end = plan.end

@@ -379,14 +379,16 @@ def test_damage_that_is_met_names_its_file_and_range(where: int, reader: str) ->
     assert told.value.details["file"] == file
 
 
-def consumed(log: PartitionLog) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+def consumed(
+    log: PartitionLog, max_bytes: int = 700
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Read as a consumer does, which compares the place of each batch with its neighbours'.  Return
     (offset, checksum) of every batch, and the ranges that are reported as lost.
     """
     offset, found, lost = log.local_log_start, [], []
     while offset < log.written_end:
         try:
-            read = log.read(offset, bound=log.written_end, max_bytes=700, verify_first=True)
+            read = log.read(offset, bound=log.written_end, max_bytes=max_bytes, verify_first=True)
         except errors.DataLoss as told:
             lost.append((int(told.details["offset"]), int(told.details["next_offset"])))
             offset = lost[-1][1]
@@ -400,7 +402,7 @@ def consumed(log: PartitionLog) -> tuple[list[tuple[int, int]], list[tuple[int, 
         before = offset
         for header, after in zip(headers, ends, strict=True):
             try:
-                batches.check_place(header, before, after, first=before == offset)
+                batches.check_place(header, before, after, first=before == offset, dense=True)
             except errors.CorruptBatch:
                 break
             found.append((header.base_offset, header.crc))
@@ -427,3 +429,26 @@ def test_an_offset_that_no_checksum_covers_is_compared_with_the_place(
         assert [each for each in found if each not in truth] == []
         assert [each for each in truth if each not in found] == [(header.base_offset, header.crc)]
         assert lost == [range_of(header)]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_neighbours_that_are_all_moved_up_are_compared_with_the_place(count: int) -> None:
+    """Each of them is above the one before it.  Only that the offsets follow each other without
+    gaps shows the damage.
+    """
+    for number in range(36 - count):
+        for bit in (0, 1, 2, 20):
+            bench = filled()
+            truth = [(header.base_offset, header.crc) for _, _, header in places(bench)]
+            hit = places(bench)[number : number + count]
+            moved = [each for each in hit if not each[2].base_offset >> bit & 1]
+            for base, at, _ in moved:
+                flip(bench, base, at + bit // 8, bit % 8)
+            found, lost = consumed(bench.log, 20_000)
+            gone = [(header.base_offset, header.crc) for _, _, header in moved]
+            assert [each for each in found if each not in truth] == []
+            missing = [each for each in truth if each not in found]
+            assert [each for each in gone if each not in missing] == []
+            for _, _, header in moved:
+                first, end = range_of(header)
+                assert any(start <= first and end <= stop for start, stop in lost)

@@ -96,7 +96,7 @@ def test_without_a_second_copy_nothing_is_touched(loss: str) -> None:
             assert isinstance(outcome, errors.LogUnidentified)
             assert "pk log adopt /d0 t-0 --topic-id tid" in outcome.message
         manager.gone = lambda found: True
-        assert await manager.discard_strays() == []
+        assert await manager.discard_strays() == ([], [])
         await manager.set_aside(TP, "tid", 0)
         await house.clock.advance(120_000)
         after = {name: raw for name, raw in storage.files().items() if "/t-0/" in name}

@@ -139,6 +139,7 @@ def test_a_log_without_any_segment_is_repaired_up_to_where_it_ended() -> None:
         ((key, problem),) = await manager.load(lambda *_: CONFIG)
         assert key == KEY
         assert isinstance(problem, errors.CorruptLog)
+        assert "pk log repair to go on without offsets [0, 60)" in problem.message
         await manager.close(clean=False)
         storage = house.storages[0]
         (found,) = repair.look(storage, PATH, trusted=True, floor=60, local_start=0)

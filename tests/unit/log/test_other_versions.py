@@ -80,6 +80,8 @@ def test_a_file_of_a_log_of_another_version_keeps_the_log_closed(
         ((key, problem),) = await manager.load(lambda topic_id, tp: CONFIG)
         assert isinstance(problem, errors.NewerFormat)
         assert problem.message.startswith("/d0/topics/t-0: ")
+        if suffix in (".index", ".txnindex", ".snapshot"):
+            assert f"{suffix}: " in problem.message, "it names the file"
         assert key == KEY
         await manager.close()
         assert {name: storage.peek(name) for name in files} == before

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from pk import errors
+from pk.log import aborted, columns, control_rows
 from pk.log import batch as batches
-from pk.log import columns, control_rows
 from pk.log.control_rows import Marker
 from pk.log.index_cache import IndexCache
 from pk.log.plan import Appended, Duplicate
@@ -452,6 +452,9 @@ def test_derived_files_are_only_a_help(bench: Make, suffix: str, damage: str) ->
     assert b.values() == list(range(40))
     assert b.log.offset_for_time(NOW + 17, 40) == (17, NOW + 17, 0)
     assert b.log.bytes_at([40]) == [b.log.size_bytes]
+    for name in b.storage.list("topics/t-0"):
+        if name.endswith(".txnindex"):  # a damaged one is not kept
+            assert aborted.decode(b.storage.read_file(f"topics/t-0/{name}")) == []
 
 
 def test_index_cache_is_bounded(bench: Make) -> None:
