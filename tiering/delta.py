@@ -1,23 +1,28 @@
-"""A topic's table through deltalake; no other module imports it.  docs/design explains why its
-commits are exact.
+"""A topic's table in its store.  deltalake reads the log; pk writes its commits.  Only this module
+and its helpers (delta_actions, delta_checkpoint, table_evidence) import deltalake.
 
-A commit is one `create_write_transaction` with `max_commit_retries=0` on exactly the version that
-an `update_incremental` in `load` reached.  deltalake refuses a stale handle, for adds and removes
-alike.  A commit that raises may have landed (a lost reply); the owner reloads and looks (rule T5).
+An owner knows what it committed.  A commit is one put-if-absent on the name of the next version
+(rule T3), and the snapshot after it follows from the one before.  A look at a known table asks for
+two names: the commit of the version it knows, and the commit of the next one.  The log is listed
+only to open a table (docs/design/0020-store-calls.md).
 
-deltalake's handle does not notice that its table was deleted or replaced.  Therefore `load` first
-HEADs the commit file of the version it knows.  If the object is missing or has another tag, `load`
-opens the table again and compares (rule T8).
+A commit that raises may have landed (a lost reply); the owner looks and finds it (rule T5).
+
+A known table may be deleted, rolled back or created again.  Therefore a look and a commit HEAD
+the commit file of the known version.  If the object is missing or has another tag, the table is
+opened again and compared (rule T8).
 
 Invariants
-  E1  One call at a time runs on a handle.  A handle whose call raised or overran its deadline is
-      discarded.
-  E2  After its own commit, pk derives the new snapshot from the one before and does not list the
-      files again, because the commit was exact.
+  E1  A commit is put only after the commit file of the version below it has been seen with the tag
+      that it had when that version was read or written.
+  E2  After its own commit, pk derives the new snapshot from the one before and reads nothing,
+      because the commit was exact.
   E3  pk never commits on a snapshot of a table with another protocol than reader 1 / writer 2
       without features.
   E4  A loaded version is compared with the checksums of pk's commits before it is used
       (log_check.py).  This covers the checkpoint that the version was read from.
+  E5  A checkpoint that fails does not fail its commit.  The table is opened again before the next
+      commit, so what is wrong with its log is reported.
 """
 
 from __future__ import annotations
@@ -25,33 +30,39 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import urllib.parse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pyarrow as pa
 from deltalake import CommitProperties, DeltaTable, PostCommitHookProperties, Transaction
 from deltalake.exceptions import CommitFailedError, TableNotFoundError
-from deltalake.transaction import AddAction, RemoveAction
 
 from pk import errors
 from pk.clock import Clock
-from pk.tiering import layout, log_check, log_reading, log_sync
+from pk.tiering import (
+    delta_checkpoint,
+    layout,
+    log_following,
+    log_reading,
+    log_sync,
+    log_writing,
+)
 from pk.tiering.data_files import DataFile
 from pk.tiering.delta_actions import (
     LogUnreadable,
-    add_action,
     check_columns,
     check_properties,
     counters_of,
     files_of,
     is_panic,
     protocol_of,
-    stats_of,
     translated,
 )
-from pk.tiering.layout import PARTITION_COLUMN, TABLE_SCHEMA, app_id
+from pk.tiering.delta_checkpoint import Checkpoint, RecentCommits, Sources
+from pk.tiering.layout import PARTITION_COLUMN, TABLE_SCHEMA
 from pk.tiering.objects import ObjectInfo, ObjectStore
+from pk.tiering.store_calls import DELTALAKE, StoreCalls
 from pk.tiering.store_settings import StoreSettings
 from pk.tiering.table import (
     Commit,
@@ -67,6 +78,12 @@ T = TypeVar("T")
 
 THREADS = 4
 DELETES_MAX = 8  #: deletes under way at once
+FOLLOWED_MAX = 64  #: commits that are read one after the other; with more, the table is opened
+#: When commits older than the table's log retention are deleted: after the first own checkpoint
+#: this long after the start, and then at this interval.  It lists the whole log.
+CLEAN_FIRST_MS, CLEAN_MS = 3_600_000, 86_400_000
+#: A look that is older than this does not serve a commit (E1): the table may be gone since.
+JUST_MS = 1_000
 #: Deadline of one deltalake call, as a multiple of the store's: a call makes several requests.
 DEADLINE_FACTOR = 3
 _HOUR_MS = 3_600_000
@@ -75,8 +92,15 @@ _HOUR_MS = 3_600_000
 class DeltaTables:
     """The tables below one tier URL."""
 
-    def __init__(self, settings: StoreSettings, store: ObjectStore, clock: Clock) -> None:
+    def __init__(
+        self,
+        settings: StoreSettings,
+        store: ObjectStore,
+        clock: Clock,
+        calls: StoreCalls | None = None,
+    ) -> None:
         self._settings = settings
+        self._calls = calls or StoreCalls()
         self._store = store
         self._clock = clock
         self._options = settings.for_deltalake()
@@ -110,8 +134,13 @@ class DeltaTables:
             return "file://" + urllib.parse.quote(f"{self._settings.directory.rstrip('/')}/{path}")
         return f"{self._settings.url}/{path}"
 
+    async def ask(self, doing: str, work: Callable[[], T]) -> T:
+        """Runs one deltalake call that makes requests to the store."""
+        self._calls.count(DELTALAKE)
+        return await self.run(doing, work)
+
     async def run(self, doing: str, work: Callable[[], T]) -> T:
-        """Runs one deltalake call in a thread, with a deadline."""
+        """Runs blocking work in a thread, with a deadline."""
         loop = asyncio.get_running_loop()
         limit_s = self._settings.timeout_ms * DEADLINE_FACTOR / 1000
         try:
@@ -134,10 +163,14 @@ class DeltaTables:
             raise errors.TierUnavailable(f"{self._settings.url}: {doing}: {cause}") from cause
 
     async def probe(self, attempt: str) -> None:
-        """Commits the same version from two handles (rule T14); exactly one may succeed."""
+        """Commits the same version twice, through deltalake and through the store (rule T14);
+        exactly one may succeed."""
         path = layout.probe_path(attempt)
         try:
-            await self.run("probing put-if-absent", lambda: self._probe(self.uri(path)))
+            await self.ask("probing put-if-absent", lambda: self._probe(self.uri(path)))
+            first = await self._store.put_if_absent(f"{path}/probe", b"1")
+            if first is None or await self._store.put_if_absent(f"{path}/probe", b"2") is not None:
+                raise self._no_put_if_absent()
         finally:
             try:
                 for found in await self._store.list(path):
@@ -151,16 +184,19 @@ class DeltaTables:
             DeltaTable.create(uri, schema=schema, storage_options=self.options)
             first = DeltaTable(uri, storage_options=self.options)
             second = DeltaTable(uri, storage_options=self.options)
-            _write(first, [], schema, {"probe": 1}, {})
+            _write(first, schema, 1)
         except Exception as cause:
             raise translated(self._settings.url, "probing put-if-absent", cause) from cause
         try:
-            _write(second, [], schema, {"probe": 2}, {})
+            _write(second, schema, 2)
         except CommitFailedError:
             return
         except Exception as cause:
             raise translated(self._settings.url, "probing put-if-absent", cause) from cause
-        raise errors.StoreRefused(
+        raise self._no_put_if_absent()
+
+    def _no_put_if_absent(self) -> errors.StoreRefused:
+        return errors.StoreRefused(
             f"{self._settings.url}: the store lets two writers put the same object "
             "(no put-if-absent): commits to a table would overwrite each other; use a store that "
             "honours If-None-Match",
@@ -179,54 +215,106 @@ class DeltaLogTable:
         self._topic_id = topic_id
         self._path = layout.table_path(topic, topic_id)
         self._uri = tables.uri(self._path)
+        #: deltalake's view of the known version; None = it is older, or the table is not open
         self._handle: DeltaTable | None = None
-        self._seen: ObjectInfo | None = None  #: result of HEAD on the known version's commit file
+        self._seen: ObjectInfo | None = None  #: the known version's commit file; None = none
         self._snapshot: Snapshot | None = None
+        #: when a look has seen the known version's commit file (E1); None = before its last commit
+        self._seen_ms: int | None = None
+        self._reopen = False  #: a checkpoint failed (E5)
+        self._recent = RecentCommits()
         self._counts: dict[str, DataFile] = {}  #: files whose footers were read for their rows
         self._table_id = ""  #: id of the table that was opened first; another id is refused (T8)
         self._synced = ("", -1)  #: table id and version up to which the log is synced
         self._turn = asyncio.Lock()
         self._tombstones = Tombstones(tables.now_ms())
         self._dates = RemovalDates()
+        self._clean_ms = tables.now_ms() + CLEAN_FIRST_MS
 
     @property
     def uri(self) -> str:
         return self._uri
+
+    @property
+    def _store(self) -> ObjectStore:
+        return self._tables.store
 
     async def load(self, partitions: Sequence[int]) -> Snapshot | None:
         async with self._turn:
             return await self._load(partitions)
 
     async def _load(self, partitions: Sequence[int]) -> Snapshot | None:
-        handle, known = self._handle, self._snapshot
-        if handle is not None and known is not None and not await self._is_known(known.version):
-            handle = None
-        self._handle = None  # E1: there is no handle until the call has returned
+        known = self._snapshot
+        if known is None or self._reopen or known.protocol != TableProtocol():
+            return await self._open(partitions)
+        looked_ms = self._tables.now_ms()
+        same, data = await asyncio.gather(self._is_known(known), self._commit_of(known.version + 1))
+        fresh = [each for each in partitions if each not in known.counters]
+        if not same or (fresh and data is not None):
+            return await self._open(partitions)
+        if fresh:
+            return await self._extended(known, fresh)
+        snapshot: Snapshot | None = known
+        for _ in range(FOLLOWED_MAX):
+            assert snapshot is not None
+            if data is None:
+                if snapshot is not known:
+                    self._handle = None
+                    self._tombstones.foreign(self._tables.now_ms())
+                    await self._note(snapshot)
+                self._seen_ms = looked_ms
+                return snapshot
+            snapshot = log_following.followed(self._uri, self._topic_id, snapshot, data)
+            if snapshot is None:
+                break
+            self._recent.add(snapshot.version, data)
+            data = await self._commit_of(snapshot.version + 1)
+        return await self._open(partitions)
+
+    async def _open(self, partitions: Sequence[int]) -> Snapshot | None:
+        """Opens the table with deltalake, which lists the log."""
+        known, self._handle, self._seen_ms = self._snapshot, None, None
+        self._recent.clear()
         try:
-            found = await self._tables.run(
-                f"loading {self._uri}", lambda: self._open_or_update(handle, partitions)
+            found = await self._tables.ask(
+                f"loading {self._uri}", lambda: self._open_whole(partitions)
             )
         except LogUnreadable:
-            await log_reading.find_damaged(self._tables.store, self._path, self._uri)
+            await log_reading.find_damaged(self._store, self._path, self._uri)
             raise
+        self._reopen = False
         if found is None:
             self._snapshot = self._seen = None
             return None
-        compared = known if handle is not None else None
         handle, snapshot = found
         if snapshot.table_id == self._table_id and snapshot.protocol == TableProtocol():
-            await self._compare(compared, snapshot)
+            await log_reading.compare(self._store, self._path, self._uri, snapshot, -1)
             snapshot = await self._counted(snapshot)
         if known is None or snapshot.version != known.version:
             self._tombstones.foreign(self._tables.now_ms())
-        await self._note(handle, snapshot)
+        await self._note(snapshot)
+        self._handle, self._seen_ms = handle, self._tables.now_ms()
         return snapshot
 
-    async def _compare(self, known: Snapshot | None, snapshot: Snapshot) -> None:
-        """Raises `TierTableChanged` unless the version is what was committed (E4)."""
-        version = -1 if known is None else known.version
-        if snapshot.version != version:
-            await log_reading.compare(self._tables.store, self._path, self._uri, snapshot, version)
+    async def _extended(self, known: Snapshot, fresh: Sequence[int]) -> Snapshot | None:
+        """Returns the known version with the counters of more partitions."""
+        handle = self._handle
+        if handle is None or handle.version() != known.version:
+            return await self._open([*known.counters, *fresh])
+        self._handle = None  # there is no handle until the call has returned
+        more = await self._tables.ask(
+            f"loading {self._uri}",
+            lambda: counters_of(self._uri, handle, self._topic_id, fresh),
+        )
+        self._handle = handle
+        self._snapshot = Snapshot(
+            known.version,
+            known.table_id,
+            known.files,
+            {**known.counters, **more},
+            known.protocol,
+        )
+        return self._snapshot
 
     async def _counted(self, snapshot: Snapshot) -> Snapshot:
         """Reads the rows of files without statistics, which another engine wrote, from their
@@ -234,8 +322,8 @@ class DeltaLogTable:
         unknown = [file for file in snapshot.files.values() if not file.stats and not file.rows]
         if not unknown:
             return snapshot
-        store, cache = self._tables.store, self._counts
-        found = await log_reading.counted(store, self._path, unknown, cache)
+        cache = self._counts
+        found = await log_reading.counted(self._store, self._path, unknown, cache)
         self._counts = {path: file for path, file in cache.items() if path in snapshot.files}
         return Snapshot(
             snapshot.version,
@@ -245,43 +333,33 @@ class DeltaLogTable:
             snapshot.protocol,
         )
 
-    async def _is_known(self, version: int) -> bool:
+    async def _commit_of(self, version: int) -> bytes | None:
+        return await log_reading.read_commit(self._store, self._path, version)
+
+    async def _head(self, version: int) -> ObjectInfo | None:
+        seen = await self._store.head(f"{self._path}/{layout.commit_file(version)}")
+        if seen is not None:
+            self._dates.seen(seen.modified_ms, self._tables.now_ms())
+        return seen
+
+    async def _is_known(self, known: Snapshot) -> bool:
         """Returns whether the commit file of the known version is still the same object."""
-        seen = await self._tables.store.head(f"{self._path}/{layout.commit_file(version)}")
+        seen = await self._head(known.version)
         return seen is not None and self._seen is not None and seen.tag == self._seen.tag
 
-    async def _note(self, handle: DeltaTable, snapshot: Snapshot) -> None:
-        path = f"{self._path}/{layout.commit_file(snapshot.version)}"
+    async def _note(self, snapshot: Snapshot) -> None:
+        """Takes a version that was read as the known one."""
         table_id, version = self._synced
         if (snapshot.table_id, snapshot.version) != self._synced:
             after = version if table_id == snapshot.table_id and version < snapshot.version else -1
             await self._tables.sync_log(self._path, after)
             self._synced = snapshot.table_id, snapshot.version
-        self._seen = await self._tables.store.head(path)
-        if self._seen is not None:
-            self._dates.seen(self._seen.modified_ms, self._tables.now_ms())
-        self._handle, self._snapshot = handle, snapshot
+        self._seen = await self._head(snapshot.version)
+        self._snapshot = snapshot
 
-    def _open_or_update(
-        self, handle: DeltaTable | None, partitions: Sequence[int]
-    ) -> tuple[DeltaTable, Snapshot] | None:
-        known = self._snapshot if handle is not None else None
+    def _open_whole(self, partitions: Sequence[int]) -> tuple[DeltaTable, Snapshot] | None:
         try:
-            if handle is None:
-                handle = DeltaTable(self._uri, storage_options=self._tables.options)
-            else:
-                handle.update_incremental()
-            if known is not None and handle.version() == known.version:
-                fresh = [p for p in partitions if p not in known.counters]
-                if not fresh:
-                    return handle, known
-                counters = {
-                    **known.counters,
-                    **counters_of(self._uri, handle, self._topic_id, fresh),
-                }
-                return handle, Snapshot(
-                    known.version, known.table_id, known.files, counters, known.protocol
-                )
+            handle = DeltaTable(self._uri, storage_options=self._tables.options)
             return handle, self._read(handle, partitions)
         except TableNotFoundError:
             return None
@@ -315,7 +393,7 @@ class DeltaLogTable:
         async with self._turn:
             self._table_id = ""
             try:
-                await self._tables.run(f"creating {self._uri}", self._create)
+                await self._tables.ask(f"creating {self._uri}", self._create)
             except errors.TierUnavailable:
                 pass  # the outcome is unknown: the next load shows it
             snapshot = await self._load(())
@@ -339,59 +417,71 @@ class DeltaLogTable:
 
     async def commit(self, commit: Commit) -> Snapshot:
         async with self._turn:
-            handle, self._handle = self._handle, None  # E1
-            if handle is None or handle.version() != commit.read.version:
-                raise CommitConflict(f"{self._uri}: version {commit.read.version} is not loaded")
+            known, read = self._snapshot, commit.read
+            expected = read.version, read.table_id
+            if known is None or self._reopen or (known.version, known.table_id) != expected:
+                raise CommitConflict(f"{self._uri}: version {read.version} is not loaded")
+            seen_ms, self._seen_ms = self._seen_ms, None
+            looked = seen_ms is not None and self._tables.now_ms() - seen_ms <= JUST_MS
+            if not looked and not await self._is_known(known):  # E1
+                raise CommitConflict(f"{self._uri}: version {read.version} is not what it was")
+            version = read.version + 1
             date_ms = self._dates.date(self._tables.wall_ms(), self._tables.now_ms())
-            await self._tables.run(
-                f"committing to {self._uri}", lambda: self._commit(handle, commit, date_ms)
-            )
-            snapshot = commit.read.after(commit, commit.read.version + 1)  # E2
-            if handle.version() != snapshot.version:
-                raise CommitConflict(f"{self._uri}: version {handle.version()} came in between")
+            data = log_writing.commit_json(self._topic_id, commit, date_ms)
+            path = f"{self._path}/{layout.commit_file(version)}"
+            put = await self._store.put_if_absent(path, data)
+            if put is None:
+                raise CommitConflict(f"{self._uri}: version {version} exists")
+            snapshot = read.after(commit, version)  # E2
+            self._seen, self._snapshot, self._handle = put, snapshot, None
+            if self._synced == (read.table_id, read.version):
+                self._synced = read.table_id, version  # the store has synced it
             self._tombstones.removed(commit.removes, self._tables.now_ms())
-            await self._note(handle, snapshot)
+            self._recent.add(version, data)
+            if self._recent.is_due(version):
+                await self._checkpoint(version)
             return snapshot
 
-    def _commit(self, handle: DeltaTable, commit: Commit, now_ms: int) -> None:
-        adds = [(new, stats_of(new)) for new in commit.adds]
-        removes = [commit.read.files[path] for path in commit.removes]
-        actions: list[AddAction | RemoveAction] = [add_action(new, text) for new, text in adds]
-        for file in removes:
-            actions.append(
-                RemoveAction(
-                    log_check.quoted(file.path),
-                    commit.data_change,
-                    now_ms,
-                    file.size,
-                    {PARTITION_COLUMN: str(file.partition)},
-                )
-            )
-        versions = self._versions(commit)
-        info: dict[str, Any] = {"isBlindAppend": True} if commit.blind else {}
-        info[log_check.FILES] = commit.read.sums_after(commit).text()
-        said = log_check.expected_actions(adds, removes, commit.data_change, now_ms, versions, info)
-        info[log_check.CHECK] = log_check.of_actions(said)
+    async def _checkpoint(self, version: int) -> None:
+        """Makes a checkpoint after an own commit (E5)."""
+        store, home, doing = self._store, self._path, f"a checkpoint of {self._uri}"
         try:
-            _write(handle, actions, TABLE_SCHEMA, versions, info)
-            handle.update_incremental()
-        except Exception as cause:
-            raise translated(self._uri, "committing", cause) from cause
+            given = await delta_checkpoint.sources(store, home, self._recent, version)
+            if given is None:
+                await self._tables.ask(doing, self._checkpoint_whole)
+                await self._tables.sync_log(self._path, version - 1)
+            else:
+                made = await self._tables.run(doing, lambda: self._merged(given, version))
+                await delta_checkpoint.put(store, home, made)
+                self._recent.made(version, len(made.data))
+            if self._tables.now_ms() >= self._clean_ms:
+                self._clean_ms = self._tables.now_ms() + CLEAN_MS
+                await self._tables.ask(f"cleaning the log of {self._uri}", self._clean)
+        except errors.PkError:
+            self._reopen = True
 
-    def _versions(self, commit: Commit) -> dict[str, int]:
-        """Returns the txn actions of a commit: the counters that changed, and their hash (T2)."""
-        versions: dict[str, int] = {}
-        for partition, counters in commit.counters.items():
-            before = commit.read.partition(partition)
-            for name, value in counters._asdict().items():
-                if value >= 0 and value != getattr(before, name):
-                    versions[app_id(self._topic_id, partition, name)] = value
-            if counters.version > 1:
-                version = app_id(self._topic_id, partition, layout.VERSION_NAME)
-                versions[version] = counters.version
-            check = app_id(self._topic_id, partition, layout.COUNTERS_CHECK)
-            versions[check] = log_check.counters_check(counters)
-        return versions
+    def _merged(self, given: Sources, version: int) -> Checkpoint:
+        try:
+            return delta_checkpoint.make(given, version)
+        except BaseException as cause:
+            if not isinstance(cause, Exception) and not is_panic(cause):
+                raise
+            raise translated(self._uri, "making a checkpoint", cause) from cause
+
+    def _checkpoint_whole(self) -> None:
+        self._through_deltalake("making a checkpoint", lambda handle: handle.create_checkpoint())
+
+    def _clean(self) -> None:
+        """Deletes commits that are older than the table's log retention and not needed."""
+        self._through_deltalake("cleaning the log", lambda handle: handle.cleanup_metadata())
+
+    def _through_deltalake(self, doing: str, work: Callable[[DeltaTable], T]) -> T:
+        try:
+            return work(DeltaTable(self._uri, storage_options=self._tables.options))
+        except BaseException as cause:
+            if not isinstance(cause, Exception) and not is_panic(cause):
+                raise
+            raise translated(self._uri, doing, cause) from cause
 
     async def vacuum(self, retention_ms: int, may_delete: MayDelete) -> int | None:
         """Deletes files that commits removed at least `retention_ms` ago.  Returns their number.
@@ -436,44 +526,27 @@ class DeltaLogTable:
     async def _named(self, retention_hours: int) -> list[str]:
         """Returns the files that deltalake would delete in Delta's LITE mode: only files that the
         log names as removed, so uploads under way survive."""
-        handle, self._handle = self._handle, None  # E1
-        if handle is None:
-            return []
 
-        def look() -> list[str]:
-            try:
-                return handle.vacuum(
-                    retention_hours=retention_hours,
-                    dry_run=True,
-                    enforce_retention_duration=False,
-                    full=False,
-                )
-            except Exception as cause:
-                raise translated(self._uri, "vacuuming", cause) from cause
+        def look(handle: DeltaTable) -> list[str]:
+            return handle.vacuum(
+                retention_hours=retention_hours,
+                dry_run=True,
+                enforce_retention_duration=False,
+                full=False,
+            )
 
-        found = await self._tables.run(f"vacuuming {self._uri}", look)
-        self._handle = handle
-        return found
+        doing = f"vacuuming {self._uri}"
+        return await self._tables.ask(doing, lambda: self._through_deltalake(doing, look))
 
 
-def _write(
-    handle: DeltaTable,
-    actions: list[AddAction | RemoveAction],
-    schema: pa.Schema,
-    versions: Mapping[str, int],
-    info: Mapping[str, Any],
-) -> None:
-    """Writes one exact commit (rule T3)."""
-    partitioned = [PARTITION_COLUMN] if PARTITION_COLUMN in schema.names else None
+def _write(handle: DeltaTable, schema: pa.Schema, version: int) -> None:
+    """Writes one exact commit through deltalake."""
     handle.create_write_transaction(
-        actions,
+        [],
         mode="append",
         schema=schema,
-        partition_by=partitioned,
         commit_properties=CommitProperties(
-            custom_metadata=dict(info),
-            max_commit_retries=0,
-            app_transactions=[Transaction(app, version) for app, version in versions.items()],
+            max_commit_retries=0, app_transactions=[Transaction("probe", version)]
         ),
         post_commithook_properties=PostCommitHookProperties(),
     )

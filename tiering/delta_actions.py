@@ -7,8 +7,6 @@ table, and the check of what pk accepts (rule T8).
 
 from __future__ import annotations
 
-import datetime
-import json
 import re
 import urllib.parse
 from collections.abc import Sequence
@@ -27,19 +25,6 @@ from pk.tiering.store_errors import error_text
 from pk.tiering.table import CommitConflict, TableProtocol
 
 _SCHEME = re.compile("[a-zA-Z][a-zA-Z0-9+.-]*:")
-_EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
-
-
-def stats_of(new: NewFile) -> str:
-    """Returns the statistics by which readers skip a file (rule T10)."""
-    file = new.file
-    stats = {
-        "numRecords": file.rows,
-        "minValues": {"offset": file.min_offset, "timestamp": _iso(file.min_timestamp_ms)},
-        "maxValues": {"offset": file.max_offset, "timestamp": _iso(file.max_timestamp_ms)},
-        "nullCount": {"offset": 0, "timestamp": 0, "key": new.null_keys, "value": new.null_values},
-    }
-    return json.dumps(stats)
 
 
 def add_action(new: NewFile, stats: str) -> AddAction:
@@ -53,17 +38,6 @@ def add_action(new: NewFile, stats: str) -> AddAction:
         new.data_change,
         stats,
     )
-
-
-def _iso(timestamp_ms: int) -> str:
-    """Returns Delta's text of a timestamp.
-
-    For a timestamp out of Delta's range it returns the nearest text with which readers do not skip
-    a file that they need.
-    """
-    clamped = log_check.clamped_ms(timestamp_ms)
-    moment = _EPOCH + datetime.timedelta(milliseconds=clamped)
-    return moment.strftime("%Y-%m-%dT%H:%M:%S.") + f"{clamped % 1000:03d}Z"
 
 
 def files_of(actions: pa.Table) -> dict[str, DataFile]:

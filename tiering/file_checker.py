@@ -82,7 +82,10 @@ class FileChecker:
         """Returns the files covering `[start, end)` that are damaged (A1) or do not answer a HEAD
         (rule T6).  A file counts as missing only if the table's newest version names it."""
         for fresh in (False, True):
-            place: TablePartition = await self._place(topic, partition, end, fresh=fresh)
+            # the newest version is needed only if a file is lost
+            place: TablePartition = await self._place(
+                topic, partition, end, fresh=fresh, known=not fresh
+            )
             files = place.snapshot.covering(partition, start, end)
             whole = await asyncio.gather(*(self._is_whole(topic, file) for file in files))
             lost = [file for file, there in zip(files, whole, strict=True) if not there]

@@ -31,6 +31,7 @@ from pk.backoff import Backoff
 from pk.clock import Clock
 from pk.tiering.objects import Buffer, ObjectInfo, ObjectStore
 from pk.tiering.output_buffer import BLOCK_BYTES
+from pk.tiering.store_calls import DELETE, GET, HEAD, LIST, PUT, StoreCalls
 from pk.tiering.store_errors import error_text
 from pk.tiering.store_settings import StoreSettings, check_url
 
@@ -47,27 +48,35 @@ _TEMPORARY = ".pk-upload-"
 _REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 
 
-def open_store(settings: StoreSettings, clock: Clock) -> ObjectStore:
-    """Opens the store of a URL.  Raises `StoreRefused` for schemes that have not been tried."""
+def open_store(
+    settings: StoreSettings, clock: Clock, calls: StoreCalls | None = None
+) -> ObjectStore:
+    """Opens the store of a URL; counts its requests in `calls`.  Raises `StoreRefused` for schemes
+    that have not been tried."""
     check_url(settings.url)
-    if settings.scheme == "file":
-        return DirectoryStore(settings, clock)
-    return S3Store(settings, clock)
+    kind = DirectoryStore if settings.scheme == "file" else S3Store
+    return kind(settings, clock, StoreCalls() if calls is None else calls)
 
 
 class _Calls:
     """Deadlines, retries and the translation of failures; the same for both stores."""
 
-    def __init__(self, settings: StoreSettings, clock: Clock) -> None:
+    def __init__(self, settings: StoreSettings, clock: Clock, calls: StoreCalls) -> None:
         self._settings = settings
         self._clock = clock
+        self._calls = calls
 
     @property
     def url(self) -> str:
         return self._settings.url
 
     async def _call(
-        self, doing: str, work: Callable[[], Awaitable[T]], *, deadline_ms: int | None = None
+        self,
+        operation: str,
+        doing: str,
+        work: Callable[[], Awaitable[T]],
+        *,
+        deadline_ms: int | None = None,
     ) -> T:
         """Runs `work` with a deadline; transient failures are retried with back-off."""
         limit_s = (deadline_ms or self._settings.timeout_ms) / 1000
@@ -77,6 +86,7 @@ class _Calls:
         for attempt in range(ATTEMPTS):
             if attempt:
                 await self._clock.sleep_ms(backoff.next_ms())
+            self._calls.count(operation)
             try:
                 async with asyncio.timeout(limit_s):
                     return await work()
@@ -105,8 +115,8 @@ class _Calls:
 class DirectoryStore(_Calls):
     """A store in a directory (file://): atomic by rename, durable by fsync."""
 
-    def __init__(self, settings: StoreSettings, clock: Clock) -> None:
-        super().__init__(settings, clock)
+    def __init__(self, settings: StoreSettings, clock: Clock, calls: StoreCalls) -> None:
+        super().__init__(settings, clock, calls)
         self._root = Path(settings.directory)
         self._reads = concurrent.futures.ThreadPoolExecutor(THREADS, "pk-store-read")
         self._uploads = concurrent.futures.ThreadPoolExecutor(THREADS, "pk-store-upload")
@@ -120,10 +130,16 @@ class DirectoryStore(_Calls):
         return full
 
     async def _in(
-        self, pool: concurrent.futures.Executor, doing: str, work: Callable[[], T], size: int = 0
+        self,
+        pool: concurrent.futures.Executor,
+        operation: str,
+        doing: str,
+        work: Callable[[], T],
+        size: int = 0,
     ) -> T:
         loop = asyncio.get_running_loop()
         return await self._call(
+            operation,
             doing,
             lambda: loop.run_in_executor(pool, work),
             deadline_ms=self._upload_deadline_ms(size),
@@ -131,19 +147,22 @@ class DirectoryStore(_Calls):
 
     async def put(self, path: str, data: Buffer) -> None:
         await self._in(
-            self._uploads, f"writing {path}", lambda: self._write(path, data, False), len(data)
+            self._uploads, PUT, f"writing {path}", lambda: self._write(path, data, False), len(data)
         )
 
-    async def put_if_absent(self, path: str, data: Buffer) -> bool:
+    async def put_if_absent(self, path: str, data: Buffer) -> ObjectInfo | None:
         try:
-            await self._in(
-                self._uploads, f"writing {path}", lambda: self._write(path, data, True), len(data)
+            return await self._in(
+                self._uploads,
+                PUT,
+                f"writing {path}",
+                lambda: self._write(path, data, True),
+                len(data),
             )
         except FileExistsError:
-            return False
-        return True
+            return None
 
-    def _write(self, path: str, data: Buffer, absent: bool) -> None:
+    def _write(self, path: str, data: Buffer, absent: bool) -> ObjectInfo:
         full = self._path(path)
         self._counter += 1
         fresh = full.parent / f"{_TEMPORARY}{os.getpid()}-{self._counter}-{full.name[:80]}"
@@ -151,7 +170,7 @@ class DirectoryStore(_Calls):
             for attempt in range(ATTEMPTS):
                 self._make(full.parent)
                 try:
-                    _write_synced(fresh, data)
+                    written = _write_synced(fresh, data)
                     break
                 except FileNotFoundError:  # `delete` found the directory empty and removed it
                     self._made.discard(full.parent)
@@ -162,6 +181,7 @@ class DirectoryStore(_Calls):
             else:
                 os.rename(fresh, full)
             _sync_directory(full.parent)
+            return _info(path, written)
         finally:
             fresh.unlink(missing_ok=True)
 
@@ -181,7 +201,7 @@ class DirectoryStore(_Calls):
                 file.seek(start)
                 return file.read(size)
 
-        return await self._in(self._reads, f"reading {path}", read)
+        return await self._in(self._reads, GET, f"reading {path}", read)
 
     async def head(self, path: str) -> ObjectInfo | None:
         def stat() -> ObjectInfo | None:
@@ -189,10 +209,9 @@ class DirectoryStore(_Calls):
                 found = os.stat(self._path(path))
             except (FileNotFoundError, NotADirectoryError):
                 return None
-            tag = f"{found.st_ino}-{found.st_mtime_ns}-{found.st_size}"
-            return ObjectInfo(path, found.st_size, found.st_mtime_ns // 1_000_000, tag)
+            return _info(path, found)
 
-        return await self._in(self._reads, f"looking at {path}", stat)
+        return await self._in(self._reads, HEAD, f"looking at {path}", stat)
 
     async def list(self, prefix: str) -> list[ObjectInfo]:
         def walk() -> list[ObjectInfo]:
@@ -208,7 +227,7 @@ class DirectoryStore(_Calls):
                     found.append(ObjectInfo(path, seen.st_size, seen.st_mtime_ns // 1_000_000))
             return sorted(found)
 
-        return await self._in(self._reads, f"listing {prefix}", walk)
+        return await self._in(self._reads, LIST, f"listing {prefix}", walk)
 
     async def delete(self, path: str) -> None:
         def remove() -> None:
@@ -222,14 +241,19 @@ class DirectoryStore(_Calls):
                 except OSError:
                     return
 
-        await self._in(self._uploads, f"deleting {path}", remove)
+        await self._in(self._uploads, DELETE, f"deleting {path}", remove)
 
     async def close(self) -> None:
         self._reads.shutdown(wait=False, cancel_futures=True)
         self._uploads.shutdown(wait=False, cancel_futures=True)
 
 
-def _write_synced(path: Path, data: Buffer) -> None:
+def _info(path: str, found: os.stat_result) -> ObjectInfo:
+    tag = f"{found.st_ino}-{found.st_mtime_ns}-{found.st_size}"
+    return ObjectInfo(path, found.st_size, found.st_mtime_ns // 1_000_000, tag)
+
+
+def _write_synced(path: Path, data: Buffer) -> os.stat_result:
     """Writes a new file; it is on the disk when this returns."""
     view = memoryview(data)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -238,6 +262,7 @@ def _write_synced(path: Path, data: Buffer) -> None:
         while at < len(view):
             at += os.pwrite(descriptor, view[at:], at)
         os.fsync(descriptor)
+        return os.fstat(descriptor)
     finally:
         os.close(descriptor)
 
@@ -323,8 +348,8 @@ class _LoopThread:
 class S3Store(_Calls):
     """A store in S3 (s3://).  The server makes one PUT atomic and durable."""
 
-    def __init__(self, settings: StoreSettings, clock: Clock) -> None:
-        super().__init__(settings, clock)
+    def __init__(self, settings: StoreSettings, clock: Clock, calls: StoreCalls) -> None:
+        super().__init__(settings, clock, calls)
         self._reads = _LoopThread("pk-s3-read", settings.for_s3fs())
         self._uploads = _LoopThread("pk-s3-upload", settings.for_s3fs())
 
@@ -337,12 +362,12 @@ class S3Store(_Calls):
         full = f"{bucket}/{self._key(path)}"
         await self._write(path, len(data), lambda: fs._pipe_file(full, bytes(data)))
 
-    async def put_if_absent(self, path: str, data: Buffer) -> bool:
+    async def put_if_absent(self, path: str, data: Buffer) -> ObjectInfo | None:
         fs, bucket = self._uploads.fs, self._settings.bucket
 
-        async def write() -> bool:
+        async def write() -> ObjectInfo | None:
             try:
-                await fs._call_s3(
+                reply = await fs._call_s3(
                     "put_object",
                     Bucket=bucket,
                     Key=self._key(path),
@@ -351,15 +376,16 @@ class S3Store(_Calls):
                 )
             except OSError as error:
                 if _status(error) in (409, 412):
-                    return False
+                    return None
                 raise
-            return True
+            return ObjectInfo(path, len(data), 0, str(reply["ETag"]))
 
         return await self._write(path, len(data), write)
 
     async def _write(self, path: str, size: int, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         try:
             return await self._call(
+                PUT,
                 f"writing {path}",
                 lambda: self._uploads.run(work),
                 deadline_ms=self._upload_deadline_ms(size),
@@ -394,7 +420,7 @@ class S3Store(_Calls):
 
         if size <= 0:
             return b""
-        return await self._call(f"reading {path}", lambda: self._reads.run(read))
+        return await self._call(GET, f"reading {path}", lambda: self._reads.run(read))
 
     async def head(self, path: str) -> ObjectInfo | None:
         fs, bucket = self._reads.fs, self._settings.bucket
@@ -407,7 +433,7 @@ class S3Store(_Calls):
             modified = int(found["LastModified"].timestamp() * 1000)
             return ObjectInfo(path, int(found["ContentLength"]), modified, str(found["ETag"]))
 
-        return await self._call(f"looking at {path}", lambda: self._reads.run(look))
+        return await self._call(HEAD, f"looking at {path}", lambda: self._reads.run(look))
 
     async def list(self, prefix: str) -> list[ObjectInfo]:
         fs, bucket = self._reads.fs, self._settings.bucket
@@ -428,7 +454,7 @@ class S3Store(_Calls):
                 more = {"ContinuationToken": page["NextContinuationToken"]}
 
         try:
-            return await self._call(f"listing {prefix}", lambda: self._reads.run(pages))
+            return await self._call(LIST, f"listing {prefix}", lambda: self._reads.run(pages))
         except FileNotFoundError as cause:
             raise self._no_bucket() from cause
 
@@ -439,7 +465,7 @@ class S3Store(_Calls):
             await fs._call_s3("delete_object", Bucket=bucket, Key=self._key(path))
 
         try:
-            await self._call(f"deleting {path}", lambda: self._uploads.run(remove))
+            await self._call(DELETE, f"deleting {path}", lambda: self._uploads.run(remove))
         except FileNotFoundError:
             pass
 

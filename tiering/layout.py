@@ -58,9 +58,9 @@ READER_VERSION = 1
 WRITER_VERSION = 2
 
 #: Properties of a table made by pk.  Spark cannot set the first one, but honours it.  deltalake
-#: reads all commits since the last checkpoint at once, each in a thread of its own that stays.  A
-#: checkpoint at every fifth commit bounds the threads, the descriptors, and the cost of opening a
-#: table.  A table has at most one commit a second; its checkpoints cost a tenth of its commits.
+#: reads all commits since the last checkpoint at once, each in a thread of its own that stays.
+#: Checkpoints bound the threads, the descriptors, and the cost of opening a table.  Other engines
+#: follow this interval; pk makes fewer checkpoints of a large table (delta_checkpoint).
 TABLE_PROPERTIES = {
     "delta.isolationLevel": "WriteSerializable",
     "delta.checkpointInterval": "5",

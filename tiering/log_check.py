@@ -300,10 +300,14 @@ class CommitWalk:
         """Raises `TierTableChanged` if the files differ from those of the log (H3)."""
         if self._base is None:
             return
-        # An engine may also add a live file again, with other statistics.
+        # An engine may also add a live file again, with other statistics, or restore the files of
+        # pk's newest commit (RESTORE), whatever its commits before that did.
         expected = [self._followed(again) for again in (False, True)]
+        expected.append((self._base.files, self._base.paths))
         facts = None if self._behind else self._base.facts
-        _check_sums(self._uri, self._version, self._files.values(), expected, facts)
+        _check_sums(
+            self._uri, self._version, self._files.values(), expected, facts, len(self._behind)
+        )
 
     def _followed(self, again: bool) -> tuple[int, int]:
         """Returns number and hash of the paths after the commits of other engines; `again`: the
@@ -366,9 +370,11 @@ def _check_sums(
     files: Iterable[DataFile],
     expected: Sequence[tuple[int, int]],
     facts: int | None,
+    foreign: int = 0,
 ) -> None:
     """Compares sums: `expected` are the possible values of number and hash of the paths; `facts`
-    None = the hash of the facts is unknown."""
+    None = the hash of the facts is unknown; `foreign`: how many commits of other engines are the
+    newest ones."""
     found = FileSums().plus(files)
     what = ""
     if (found.files, found.paths) not in expected:
@@ -378,9 +384,14 @@ def _check_sums(
     elif facts not in (None, found.facts):
         what = "states other facts of a file than pk committed"
     if what:
+        advice = "restore _delta_log, or remove the damaged checkpoint"
+        if foreign:
+            advice = (
+                f"restore version {version - foreign}, if another engine, which committed all "
+                f"later ones, replaced files that were already gone; otherwise {advice}"
+            )
         raise errors.TierTableChanged(
-            f"{uri}: version {version} {what}: the log or its checkpoint is damaged; restore "
-            "_delta_log, or remove the damaged checkpoint",
+            f"{uri}: version {version} {what}: the log or its checkpoint is damaged; {advice}",
             uri=uri,
             version=str(version),
         )

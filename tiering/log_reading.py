@@ -23,7 +23,7 @@ from pk.tiering.table import Snapshot
 COMMIT_BYTES_MAX = 64 * 1024 * 1024
 #: Number of commits that are checked when deltalake cannot read a log: more than lie between
 #: checkpoints.
-SUSPECTS_MAX = 16
+SUSPECTS_MAX = 64
 #: Number of footers that are read at once.
 FOOTERS_AT_ONCE = 8
 _LOG = "_delta_log/"
@@ -37,7 +37,7 @@ async def compare(store: ObjectStore, home: str, uri: str, snapshot: Snapshot, k
     log_check.check_names(uri, snapshot.version, snapshot.files.values())
     walk = log_check.CommitWalk(uri, snapshot.version, snapshot.files, known)
     while wanted := walk.wanted():
-        found = await asyncio.gather(*(_commit(store, home, each) for each in wanted))
+        found = await asyncio.gather(*(read_commit(store, home, each) for each in wanted))
         for version, data in zip(wanted, found, strict=True):
             walk.take(version, data)
     try:
@@ -53,7 +53,7 @@ async def find_damaged(store: ObjectStore, home: str, uri: str) -> None:
     names = [each.path.rpartition("/")[2] for each in listed]
     versions = [int(name[:20]) for name in names if len(name) == 25 and name.endswith(".json")]
     for version in sorted(versions)[-SUSPECTS_MAX:]:
-        data = await _commit(store, home, version)
+        data = await read_commit(store, home, version)
         if data is not None:
             log_check.read_commit(uri, version, data)
 
@@ -93,7 +93,8 @@ async def _footer(store: ObjectStore, home: str, file: DataFile) -> Footer | Non
         return None
 
 
-async def _commit(store: ObjectStore, home: str, version: int) -> bytes | None:
+async def read_commit(store: ObjectStore, home: str, version: int) -> bytes | None:
+    """Returns the JSON of a version; None = there is none."""
     try:
         return await store.get_range(f"{home}/{commit_file(version)}", 0, COMMIT_BYTES_MAX)
     except FileNotFoundError:

@@ -14,7 +14,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 from crc32c import crc32c
@@ -47,10 +47,11 @@ class ObjectStore(Protocol):
 
     async def put(self, path: str, data: Buffer) -> None: ...
 
-    async def put_if_absent(self, path: str, data: Buffer) -> bool:
-        """Writes an object.  Returns False, and writes nothing, if it exists.
+    async def put_if_absent(self, path: str, data: Buffer) -> ObjectInfo | None:
+        """Writes an object.  Returns None, and writes nothing, if it exists.
 
-        Exactly one of several concurrent calls returns True.
+        Exactly one of several concurrent calls returns the new object, with the tag that a HEAD
+        would return (`modified_ms` 0 = unknown).
         """
         ...
 
@@ -71,6 +72,20 @@ class ObjectStore(Protocol):
     async def close(self) -> None: ...
 
 
+async def remove_all(store: ObjectStore, prefixes: Sequence[str]) -> int | None:
+    """Deletes every object below the directories `prefixes`; returns how many, None if objects
+    still come."""
+    removed = 0
+    for _ in range(3):  # an upload under way may still land
+        found = [each for prefix in prefixes for each in await store.list(prefix)]
+        for each in found:
+            await store.delete(each.path)
+        removed += len(found)
+        if not found:
+            return removed
+    return None
+
+
 class MemoryStore:
     """An object store in a dict.  `fault` is called before each operation and may raise."""
 
@@ -87,12 +102,12 @@ class MemoryStore:
         self.fault("put", path)
         self.objects[path] = bytes(data)
 
-    async def put_if_absent(self, path: str, data: Buffer) -> bool:
+    async def put_if_absent(self, path: str, data: Buffer) -> ObjectInfo | None:
         self.fault("put_if_absent", path)
         if path in self.objects:
-            return False
+            return None
         self.objects[path] = bytes(data)
-        return True
+        return self._info(path)
 
     async def get_range(self, path: str, start: int, size: int) -> bytes:
         self.fault("get_range", path)
@@ -103,6 +118,9 @@ class MemoryStore:
 
     async def head(self, path: str) -> ObjectInfo | None:
         self.fault("head", path)
+        return self._info(path)
+
+    def _info(self, path: str) -> ObjectInfo | None:
         data = self.objects.get(path)
         return ObjectInfo(path, len(data), 0, f"{crc32c(data):08x}") if data is not None else None
 

@@ -1,14 +1,18 @@
-"""The table owner: the one committer of a topic's table (rule T3).
+"""The table owner: commits to a topic's table for the partitions that its broker leads (rule T3).
 
-Sans-IO.  There is one owner per topic; it runs in the tier process of the leader of partition 0.
-The copiers and the brokers send it uploaded files (`Submit`), claims (`ClaimPartition`) and moved
-log starts (`PartitionsSeen`).  The owner commits all of them together, at most once a second and
-table.
+Sans-IO.  A tier process has one owner for each topic of which its broker leads partitions.  The
+copiers and the broker send it uploaded files (`Submit`), claims (`ClaimPartition`) and moved log
+starts (`PartitionsSeen`).  The owner commits all of them together.  All owners of a table commit
+once a second on average (commit_pacing); claims and hand-overs of jobs do not wait for this.
 
 The cycle starts from its beginning after any error:
   idle ─work→ loading ─snapshot→ check, plan ─┬─ nothing left → idle
                                               └─ committing ─landed→ answer, pause, idle
                                                      └─ failed or unknown → back off, loading
+
+An owner that is alone at its table skips the loading: it knows what it committed, and a commit
+lands only if that is still the newest version (tiering/table D1).  Reads of the store follow a
+commit that failed, a question, and a pace that slows down while nothing happens (look_pacing).
 
 Invariants
   W1  At most one operation on the table is under way.
@@ -23,11 +27,13 @@ Invariants
       again.
   W7  A request or log start that arrives after a load was requested waits for the next load,
       because another node may have committed since the first load.
+  W8  Without a load the owner only commits, and says `done` of what it knows to be in the table.
+      Claims and refusals follow a load that was requested after them: a known version may be old.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,29 +41,46 @@ from pk import errors
 from pk.backoff import Backoff
 from pk.effects import Effect, Publish, Respond, Send, SetTimer
 from pk.tiering import accounting
-from pk.tiering.data_files import DataFile
+from pk.tiering.commit_pacing import OwnCommit
+from pk.tiering.look_pacing import LookPace
+from pk.tiering.owner_events import (
+    PROBLEM,
+    SNAPSHOT,
+    TABLE,
+    ClaimPartition,
+    Close,
+    Committed,
+    Create,
+    Failed,
+    Load,
+    Look,
+    OwnerEvent,
+    PartitionsSeen,
+    RowsSummed,
+    Submit,
+    SumRows,
+    TableLoaded,
+    Vacuum,
+    Vacuumed,
+    Wake,
+)
 from pk.tiering.plan import (
     Claim,
     LogStart,
     Plan,
     Submission,
-    partition_state,
+    is_urgent,
     plan,
+    reply_of,
     start_is_due,
 )
 from pk.tiering.table import Commit, CommitConflict, Snapshot, check_successor
-from pk.types import Epoch
 from pk.wire import pk_pb2 as wire
 
-#: Name of the table as a peer in `Send` effects.
-TABLE = "table"
-#: Name under which new snapshots are published.
-SNAPSHOT = "snapshot"
-#: Name under which the table's problem (or None) is published.
-PROBLEM = "problem"
 TIMER = "owner"
 
-#: Maximum number of requests that wait for a commit; further ones get ThrottledError.
+#: Maximum number of requests that wait for a commit; further ones get ThrottledError.  As many
+#: readers wait for a look; further ones read the known version.
 WAITING_MAX = 10_000
 #: The number of files that are read at once for their row sums.
 SUMMED_AT_ONCE = 8
@@ -74,125 +97,15 @@ class OwnerSettings:
     retry_backoff_ms: int = 500
     #: a request not committed after this time is answered TierUnavailable
     request_timeout_ms: int = 30_000
-    #: the owner notices outside maintenance after this time at the latest
+    #: the shortest time between two looks at a table without a request; readers get no version
+    #: that was looked at longer ago
     refresh_interval_ms: int = 5_000
+    #: the longest time between two looks, while nothing happens
+    refresh_max_ms: int = 300_000
     #: interval at which a table with a problem is loaded again, to notice a repair
     recheck_ms: int = 10_000
     vacuum_interval_ms: int = 0  #: 0 = never
     vacuum_retention_ms: int = 7 * 86_400_000
-
-
-# -- events ----------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class Submit:
-    """Event: a hand-over; answered by `CommitToTableReply` or an error."""
-
-    request: Any
-    change: wire.CommitToTableRequest
-
-
-@dataclass(slots=True)
-class ClaimPartition:
-    """Event: a claim (rule T4); answered by `TierClaimReply` or an error."""
-
-    request: Any
-    partition: int
-    epoch: Epoch
-    commit: bool
-
-
-@dataclass(slots=True)
-class PartitionsSeen:
-    """Event: changes in what the brokers report of the topic's partitions."""
-
-    partitions: Mapping[int, LogStart]
-    gone: Sequence[int] = ()
-    lease_token: int = 0  #: of the maintenance lease of the topic; 0 = no job holds it (C5)
-
-
-@dataclass(slots=True)
-class TableLoaded:
-    """Event: answer to `Load` or `Create`; None = there is no table."""
-
-    snapshot: Snapshot | None
-
-
-@dataclass(slots=True)
-class Committed:
-    snapshot: Snapshot
-
-
-@dataclass(slots=True)
-class Vacuumed:
-    files: int
-    put_off: bool = False  #: no file was looked for: the wall clock is not trusted (L10)
-
-
-@dataclass(slots=True)
-class RowsSummed:
-    """Event: answer to `SumRows`: row sums by path (`accounting.UNREADABLE` for a damaged file)."""
-
-    sums: Mapping[str, int]
-
-
-@dataclass(slots=True)
-class Failed:
-    """Event: the operation under way raised an error; its outcome is unknown."""
-
-    error: errors.PkError
-
-
-@dataclass(slots=True)
-class Close:
-    """Event: the topic is gone; every waiting request is answered with an error."""
-
-
-@dataclass(slots=True)
-class Wake:
-    """Event: the timer fired."""
-
-
-OwnerEvent = (
-    Submit
-    | ClaimPartition
-    | PartitionsSeen
-    | TableLoaded
-    | Committed
-    | Vacuumed
-    | RowsSummed
-    | Failed
-    | Close
-    | Wake
-)
-
-
-# -- what the table is asked to do -----------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class Load:
-    partitions: Sequence[int]
-
-
-@dataclass(slots=True)
-class Create:
-    pass
-
-
-@dataclass(slots=True)
-class Vacuum:
-    retention_ms: int
-
-
-@dataclass(slots=True)
-class SumRows:
-    """Read these files and sum the hashes of their rows: they are to be removed, and their names do
-    not state their sums (rule T2)."""
-
-    files: Sequence[DataFile]
-    snapshot: Snapshot
 
 
 @dataclass(slots=True)
@@ -206,6 +119,9 @@ class _State:
     log_starts: dict[int, LogStart] = field(default_factory=dict)
     starts_due: bool = False
     look: bool = False  #: load even if there is no work
+    #: readers that wait for a look, and since when
+    lookers: list[tuple[Any, int]] = field(default_factory=list)
+    fresh_ms: int | None = None  #: the snapshot was the newest version at this time, or later
     look_ms: int = 0  #: time of the last load; 0 = none yet
     not_before_ms: int = 0
     next_refresh_ms: int = 0
@@ -215,6 +131,7 @@ class _State:
     #: row sums of files whose names do not state them, as long as the table names them
     sums: dict[str, int] = field(default_factory=dict)
     took_rows: bool = False  #: the last commit took rows away (T16)
+    own: OwnCommit = field(default_factory=OwnCommit)  #: the last commit of this owner
     lease_token: int = 0  #: of the job that holds the lease; 0 = none (C5)
     lease_newest: int = 0  #: the highest token that was ever seen: an older job is refused
 
@@ -228,6 +145,10 @@ class Owner:
         self.uri = uri
         self._settings = settings
         self._state = _State(Backoff((settings.retry_backoff_ms, BACKOFF_MAX_MS)))
+        self._pace = LookPace(topic_id, settings.refresh_interval_ms, settings.refresh_max_ms)
+        self._paced = False  #: the load under way answers no request
+        self._now_ms = 0
+        self._asked_ms = 0  #: when the operation under way was asked for
         self._under_way: Load | Create | Commit | Vacuum | SumRows | None = None
         #: log starts at the time of the last operation's request
         self._known: dict[int, LogStart] = {}
@@ -246,6 +167,17 @@ class Owner:
         return self._state.problem
 
     @property
+    def looked(self) -> bool:
+        """Returns whether the owner has asked the store for its table."""
+        return self._state.look_ms > 0
+
+    def is_fresh(self, now_ms: int) -> bool:
+        """Returns whether the snapshot was the newest version less than `refresh_interval_ms`
+        ago."""
+        fresh_ms = self._state.fresh_ms
+        return fresh_ms is not None and now_ms - fresh_ms < self._settings.refresh_interval_ms
+
+    @property
     def leased(self) -> bool:
         """Returns whether a maintenance job holds the lease of the table (C5)."""
         return self._state.lease_token > 0
@@ -253,12 +185,13 @@ class Owner:
     def step(self, event: OwnerEvent, now_ms: int) -> Sequence[Effect]:
         """Applies one event and returns its effects; nothing else changes the state."""
         effects: list[Effect] = []
+        self._now_ms, asked_ms = now_ms, self._asked_ms
+        answers = isinstance(event, TableLoaded | Committed)
         match event:
             case Submit():
-                self._queue(
-                    Submission(event.request, event.change, self._deadline(now_ms)), effects
-                )
+                self._submitted(event, now_ms, effects)
             case ClaimPartition():
+                self._pace.asked()
                 claim = Claim(
                     event.request,
                     event.partition,
@@ -287,14 +220,45 @@ class Owner:
             case Close():
                 waiting, self._state.waiting, self._later = self._state.waiting, [], 0
                 gone = errors.UnknownTopicId(f"topic {self.topic} ({self.topic_id}) is gone")
-                return [Respond(item.request, gone) for item in waiting]
+                self._looked(effects)
+                return [*effects, *(Respond(item.request, gone) for item in waiting)]
+            case Look():
+                self._look(event, effects)
             case Wake():
                 pass
+        if isinstance(event, Failed):
+            self._looked(effects)
+        elif answers and not isinstance(self._under_way, Load | Create):
+            # not those that came long after the operation was asked for
+            self._looked(effects, asked_ms + self._settings.refresh_interval_ms)
         self._expire(now_ms, effects)
         self._go_on(now_ms, effects)
         return effects
 
     # -- requests ----------------------------------------------------------------------------------
+
+    def _submitted(self, event: Submit, now_ms: int, effects: list[Effect]) -> None:
+        if event.change.lease_token:
+            self._pace.asked()
+        self._queue(Submission(event.request, event.change, self._deadline(now_ms)), effects)
+
+    def _look(self, event: Look, effects: list[Effect]) -> None:
+        self._pace.asked()
+        if len(self._state.lookers) >= WAITING_MAX:
+            effects.append(Respond(event.request, None))  # it reads what is known
+            return
+        self._state.lookers.append((event.request, self._now_ms))
+        if self._state.backoff.attempts:
+            self._looked(effects)  # the store does not answer at the moment
+
+    def _looked(self, effects: list[Effect], before_ms: int | None = None) -> None:
+        """Answers the readers that came `before_ms`, or all."""
+        lookers, self._state.lookers = self._state.lookers, []
+        for request, came_ms in lookers:
+            if before_ms is None or came_ms < before_ms:
+                effects.append(Respond(request, None))
+            else:
+                self._state.lookers.append((request, came_ms))
 
     def _deadline(self, now_ms: int) -> int:
         return now_ms + self._settings.request_timeout_ms
@@ -316,6 +280,8 @@ class Owner:
         if event.partitions:
             state.lease_token = event.lease_token
             state.lease_newest = max(state.lease_newest, event.lease_token)
+            if event.lease_token:
+                self._pace.asked()
         for partition in event.gone:
             state.log_starts.pop(partition, None)
         for partition, start in event.partitions.items():
@@ -356,10 +322,15 @@ class Owner:
         state = self._state
         if self._under_way is not None:  # W1
             return
-        work = bool(state.waiting) or state.starts_due or state.look
         claimed = any(isinstance(item, Claim) for item in state.waiting)
         urgent = claimed and not state.backoff.attempts
-        if work and (now_ms >= state.not_before_ms or urgent):
+        ready = now_ms >= state.not_before_ms or urgent
+        if self._has_work() and ready and self._knows_enough():
+            if self._plan_known(now_ms, effects):
+                return
+            ready = now_ms >= state.not_before_ms
+        work = self._has_work()
+        if (work and ready) or state.lookers:
             self._ask(Load(self._partitions()), effects)
             return
         # also while work waits for the commit interval: under load some work always waits
@@ -370,6 +341,7 @@ class Owner:
             return
         if state.log_starts and now_ms >= max(state.next_refresh_ms, state.not_before_ms):
             self._ask(Load(self._partitions()), effects)
+            self._paced = True
             return
         due = []
         if work:
@@ -380,6 +352,40 @@ class Owner:
             due.append(max(state.next_refresh_ms, state.not_before_ms))
         due += [item.deadline_ms for item in state.waiting[:1]]
         effects.append(SetTimer(TIMER, min(due) if due else None))
+
+    def _has_work(self) -> bool:
+        state = self._state
+        return bool(state.waiting) or state.starts_due or state.look
+
+    def _knows_enough(self) -> bool:
+        """Returns whether the owner may plan on the version that it knows (W8)."""
+        state, snapshot = self._state, self._state.snapshot
+        if snapshot is None or state.look or state.lookers or state.problem is not None:
+            return False
+        # With another owner at the table, the next version most likely exists.
+        if state.backoff.attempts or state.own.version != snapshot.version or state.own.others:
+            return False
+        for item in state.waiting:
+            if isinstance(item, Claim) or item.change.version_read > snapshot.version:
+                return False
+        if any(partition not in snapshot.counters for partition in self._partitions()):
+            return False
+        return all(
+            start.tiered_end <= snapshot.partition(partition).end
+            for partition, start in state.log_starts.items()
+        )
+
+    def _plan_known(self, now_ms: int, effects: list[Effect]) -> bool:
+        """Plans the next commit on the known version; returns whether an operation is under way."""
+        state = self._state
+        assert state.snapshot is not None
+        self._later = 0
+        self._known = dict(state.log_starts)
+        self._plan(state.snapshot, now_ms, effects, known=True)
+        if self._under_way is not None:
+            return True
+        self._note_due()
+        return False
 
     def _vacuum_due(self) -> bool:
         state = self._state
@@ -401,6 +407,7 @@ class Owner:
         self, operation: Load | Create | Commit | Vacuum | SumRows, effects: list[Effect]
     ) -> None:
         self._under_way = operation
+        self._asked_ms, self._paced = self._now_ms, False
         self._later = 0
         self._known = dict(self._state.log_starts)
         effects.append(Send(TABLE, operation))
@@ -416,8 +423,14 @@ class Owner:
             state.next_vacuum_ms = now_ms + self._settings.vacuum_interval_ms
         state.look_ms = now_ms
         state.look = False
-        state.next_refresh_ms = now_ms + self._settings.refresh_interval_ms
-        snapshot = event.snapshot
+        snapshot, known = event.snapshot, state.snapshot
+        if self._paced and snapshot and known and snapshot.version == known.version:
+            self._pace.found_nothing()
+        elif snapshot is None or known is None or snapshot.version != known.version:
+            self._pace.asked()
+        if state.lease_token:
+            self._pace.asked()
+        state.next_refresh_ms = now_ms + self._pace.wait_ms
         try:
             if snapshot is None:
                 self._check_missing()
@@ -496,6 +509,7 @@ class Owner:
 
     def _adopt(self, snapshot: Snapshot, effects: list[Effect]) -> None:
         state = self._state
+        state.fresh_ms = self._asked_ms
         if state.problem is not None:
             state.problem = None
             effects.append(Publish(PROBLEM, None))
@@ -507,7 +521,10 @@ class Owner:
             effects.append(Publish(SNAPSHOT, snapshot))
         self._note_due()
 
-    def _plan(self, snapshot: Snapshot, now_ms: int, effects: list[Effect]) -> None:
+    def _plan(
+        self, snapshot: Snapshot, now_ms: int, effects: list[Effect], *, known: bool = False
+    ) -> None:
+        """Plans the next commit on a version; `known` = it was not loaded for this (W8)."""
         state = self._state
         asked, later = self._split()
         planned = plan(
@@ -518,15 +535,23 @@ class Owner:
             hand_overs_first=state.took_rows,
             lease_newest=state.lease_newest,
         )
+        if known and planned.refused:
+            self._ask(Load(self._partitions()), effects)
+            return
         for item, error in planned.refused:
             effects.append(Respond(item.request, error))
         for item in planned.done:
-            effects.append(_done(item, snapshot))
+            effects.append(Respond(item.request, reply_of(item, snapshot)))
         state.waiting = [*planned.taken, *planned.waiting, *later]
         if planned.commit is None:
             state.backoff.reset()
             if planned.unsummed:
                 self._ask(SumRows(planned.unsummed[:SUMMED_AT_ONCE], snapshot), effects)
+            return
+        interval_ms = self._settings.commit_interval_ms
+        next_ms = state.own.next_ms(snapshot.version, interval_ms, snapshot.partition_count())
+        if now_ms < next_ms and not any(map(is_urgent, planned.taken)):
+            state.not_before_ms = next_ms
             return
         self._planned = planned
         self._ask(planned.commit, effects)
@@ -537,15 +562,16 @@ class Owner:
         assert planned.commit is not None
         state = self._state
         state.backoff.reset()
+        state.own = state.own.followed_by(event.snapshot.version, now_ms)
         state.not_before_ms = now_ms + self._settings.commit_interval_ms
-        state.next_refresh_ms = now_ms + self._settings.refresh_interval_ms
+        state.next_refresh_ms = now_ms + self._pace.wait_ms
         state.waiting = state.waiting[len(planned.taken) :]
         if planned.commit.removes:
             state.removed_since_vacuum = True
         state.took_rows = bool(planned.commit.removes) and planned.commit.data_change
         self._adopt(event.snapshot, effects)
         for item in planned.taken:
-            effects.append(_done(item, event.snapshot))
+            effects.append(Respond(item.request, reply_of(item, event.snapshot)))
 
     def _failed(self, error: errors.PkError, now_ms: int, effects: list[Effect]) -> None:
         """Backs off after an operation that failed or whose outcome is unknown; the next cycle
@@ -570,28 +596,3 @@ class Owner:
         if known is None or type(known) is not type(error) or known.message != error.message:
             effects.append(Publish(PROBLEM, error))
         state.problem = error
-
-
-def _done(item: Submission | Claim, snapshot: Snapshot) -> Respond:
-    if isinstance(item, Claim):
-        counters = snapshot.partition(item.partition)
-        return Respond(
-            item.request,
-            wire.TierClaimReply(
-                exists=True,
-                start=counters.start,
-                end=counters.end,
-                end_epoch=counters.epoch,
-                claim=counters.claim,
-            ),
-        )
-    touched = sorted(
-        {c.partition for c in item.change.counters} | {a.partition for a in item.change.adds}
-    )
-    return Respond(
-        item.request,
-        wire.CommitToTableReply(
-            version=snapshot.version,
-            partitions=[partition_state(snapshot, partition) for partition in touched],
-        ),
-    )

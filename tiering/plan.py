@@ -448,3 +448,30 @@ def partition_state(snapshot: Snapshot, partition: int) -> wire.TierPartitionSta
         removed_sum=counters.removed_sum,
         forgotten=counters.forgotten,
     )
+
+
+def is_urgent(item: Submission | Claim) -> bool:
+    """Returns whether the request does not wait for the turn of its owner (commit_pacing)."""
+    return isinstance(item, Claim) or item.change.lease_token > 0
+
+
+def reply_of(
+    item: Submission | Claim, snapshot: Snapshot
+) -> wire.TierClaimReply | wire.CommitToTableReply:
+    """Returns the reply to a request that `snapshot` has."""
+    if isinstance(item, Claim):
+        counters = snapshot.partition(item.partition)
+        return wire.TierClaimReply(
+            exists=True,
+            start=counters.start,
+            end=counters.end,
+            end_epoch=counters.epoch,
+            claim=counters.claim,
+        )
+    touched = sorted(
+        {c.partition for c in item.change.counters} | {a.partition for a in item.change.adds}
+    )
+    return wire.CommitToTableReply(
+        version=snapshot.version,
+        partitions=[partition_state(snapshot, partition) for partition in touched],
+    )

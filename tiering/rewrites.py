@@ -40,12 +40,15 @@ def check(snapshot: Snapshot, change: wire.CommitToTableRequest) -> None:
         _check_partition(snapshot, change, counter)
 
 
-def check_deadline(change: wire.CommitToTableRequest, now_ms: int | None) -> None:
+def check_deadline(
+    change: wire.CommitToTableRequest, now_ms: int | None, within_ms: int = LANDS_WITHIN_MS
+) -> None:
     """Raises `UnknownTierRange` for delete horizons that may land after their deadline (C4).
 
     now_ms: None = the broker does not trust its clock (rule L10)
+    within_ms: the time within which a hand-over lands that the owner takes
     """
-    if change.deadline_ms and (now_ms is None or now_ms + LANDS_WITHIN_MS > change.deadline_ms):
+    if change.deadline_ms and (now_ms is None or now_ms + within_ms > change.deadline_ms):
         why = "this broker does not trust its clock" if now_ms is None else "it is late"
         raise errors.UnknownTierRange(
             f"the delete horizons for {change.topic} are not taken, because {why}: plan again"

@@ -12,6 +12,7 @@ from pk.log.files import RealStorage
 from pk.log.storage import Storage
 from pk.tiering.delta import DeltaTables
 from pk.tiering.fsspec_store import open_store
+from pk.tiering.store_calls import StoreCalls
 from pk.tiering.store_settings import StoreSettings
 from pk.tiering.table_evidence import DeltaEvidence
 from pk.tiering.worker import Executors
@@ -27,8 +28,9 @@ class RealTier:
 
     def __init__(self, server: Mapping[str, Any], clock: Clock) -> None:
         chosen = StoreSettings.of(server)
-        self.store = open_store(chosen, clock)
-        self.tables = DeltaTables(chosen, self.store, clock)
+        self.calls = StoreCalls()
+        self.store = open_store(chosen, clock, self.calls)
+        self.tables = DeltaTables(chosen, self.store, clock, self.calls)
         self.evidence = DeltaEvidence(chosen)
         self._reads = ThreadPoolExecutor(int(server["cold_read_threads"]), "pk-cold-read")
         self._uploads = ThreadPoolExecutor(UPLOAD_THREADS, "pk-upload")

@@ -98,6 +98,8 @@ class StoreSettings:
                 "read_timeout": seconds,
                 "retries": {"max_attempts": 1},
                 "max_pool_connections": 16,
+                # pk compares its own checksums, and its errors name the damage (T2, T10)
+                "response_checksum_validation": "when_required",
             },
             "use_listings_cache": False,
             "skip_instance_cache": True,

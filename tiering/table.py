@@ -120,6 +120,12 @@ class Snapshot:
             self._by_partition = grouped
         return self._by_partition.get(partition, ())
 
+    def partition_count(self) -> int:
+        """Returns of how many partitions files or counters are known here."""
+        self.files_of(0)
+        assert self._by_partition is not None
+        return len(self._by_partition.keys() | self.counters.keys())
+
     def covering(self, partition: int, start: Offset, end: Offset) -> list[DataFile]:
         """Returns the files that may hold offsets of `[start, end)`, by smallest offset."""
         files = self.files_of(partition)

@@ -29,6 +29,13 @@ class Counts:
     cold_bytes: int = 0
     repaired_files: int = 0
 
+    def uploaded(self, rows: int, size: int, *, repaired: bool) -> None:
+        """Counts the upload of one file."""
+        self.uploaded_files += 1
+        self.uploaded_rows += rows
+        self.uploaded_bytes += size
+        self.repaired_files += repaired
+
 
 @dataclass(slots=True)
 class LedPartition:

@@ -28,11 +28,12 @@ from pk.log.storage import Storage
 from pk.tasks import TaskRegistry
 from pk.tiering import accounting, layout, refill, rewrites, uploads
 from pk.tiering import copier as copying
-from pk.tiering import owner as owning
+from pk.tiering import owner_events as owning
 from pk.tiering.copier import Copier
 from pk.tiering.data_files import DataFile
 from pk.tiering.file_checker import FileChecker
-from pk.tiering.objects import Executor, ObjectStore
+from pk.tiering.machine_timers import MachineTimers
+from pk.tiering.objects import Executor, ObjectStore, remove_all
 from pk.tiering.output_buffer import OutputBuffer
 from pk.tiering.owner import Owner, OwnerSettings
 from pk.tiering.partition_views import (
@@ -57,6 +58,8 @@ SUSPECTS_MAX = 16
 #: Maximum number of topics that are only read here (no partition is led); the least recently used
 #: is forgotten.
 IDLE_TOPICS_MAX = 256
+#: How long a reader waits for a look; then it reads from the version that is known.
+LOOK_WAIT_MS = 2_000
 
 #: Finds a partition's live segments: the path that a broker names → a storage and a path in it.
 StorageViews = Callable[[str], tuple[Storage, str]]
@@ -97,7 +100,8 @@ class TierWorker:
         self.reader = TierReader(store, executors.read, cold_cache_bytes)
         self._views = views
         self._executors = executors
-        self._owner_settings = owner_settings
+        self.owner_settings = owner_settings
+        self.lands_within_ms = rewrites.LANDS_WITHIN_MS
         self._on_report = on_report
         self._on_bug = on_bug
         self._on_rows_missing = on_rows_missing
@@ -108,7 +112,7 @@ class TierWorker:
         )
         self._uploading = asyncio.Semaphore(UPLOADS_MAX)
         self._buffers: list[OutputBuffer] = []  #: idle ones, at most UPLOADS_MAX
-        self._timers: dict[Any, asyncio.TimerHandle] = {}
+        self._timers = MachineTimers(world.clock)
         self._closed = False
         self._clock_doubted = True  #: L10: True until the broker says that it trusts its clock
 
@@ -153,7 +157,7 @@ class TierWorker:
                 led = LedPartition(Copier(topic.topic, topic.topic_id, told.partition), told)
                 topic.led[told.partition] = led
                 self._show_table(topic, led)
-            led.description, view = told, view_of(told, self._owner_settings.retry_backoff_ms)
+            led.description, view = told, view_of(told, self.owner_settings.retry_backoff_ms)
             starts[told.partition] = log_start_of(told)
             if session_lost:
                 self._step_copier(topic, led, copying.SessionLost())
@@ -166,7 +170,7 @@ class TierWorker:
         if topic is None or topic.led.pop(key.partition, None) is None:
             return
         self.outbox.pop(key, None)
-        self._set_timer((topic.topic_id, key.partition), None, lambda: None)
+        self._timers.set((topic.topic_id, key.partition), None, lambda: None)
         self._step_owner(topic, owning.PartitionsSeen({}, gone=[key.partition]))
 
     def topic(self, topic_id: str, name: str) -> TopicTier:
@@ -183,7 +187,7 @@ class TierWorker:
             topic_id=topic_id,
             home=layout.table_path(name, topic_id),
             table=table,
-            owner=Owner(name, topic_id, table.uri, self._owner_settings),
+            owner=Owner(name, topic_id, table.uri, self.owner_settings),
         )
         self.topics[topic_id] = made
         return made
@@ -195,18 +199,17 @@ class TierWorker:
         self._perform_owner(topic, topic.owner.step(owning.Close(), self._now_ms()))
         for partition in topic.led:
             self.outbox.pop(PartitionKey(topic_id, partition), None)
-            self._set_timer((topic_id, partition), None, lambda: None)
+            self._timers.set((topic_id, partition), None, lambda: None)
         topic.damaged.keep(())
         topic.led.clear()  # its copiers end: answers that still arrive for them create no table
-        self._set_timer((topic_id, NONE), None, lambda: None)
+        self._timers.set((topic_id, NONE), None, lambda: None)
 
     # -- requests ----------------------------------------------------------------------------------
 
     async def commit_to_table(self, request: wire.CommitToTableRequest) -> wire.CommitToTableReply:
         """Hands a change to the topic's owner (rule T3); raises the owner's refusal."""
-        rewrites.check_deadline(
-            request, None if self._clock_doubted else self.world.clock.wall_ms()
-        )
+        now_ms = None if self._clock_doubted else self.world.clock.wall_ms()
+        rewrites.check_deadline(request, now_ms, self.lands_within_ms)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         topic = self.topic(request.topic_id, request.topic)
         await self._watch.check_uploads(topic, request)
@@ -224,15 +227,32 @@ class TierWorker:
         reply: wire.TierClaimReply = await future
         return reply
 
-    async def _place(
-        self, topic: TopicTier, partition: int, upto: Offset = 0, *, fresh: bool = False
-    ) -> TablePartition:
-        """Returns the newest known version if it reaches `upto`; otherwise loads the newest
-        version.
+    async def look(self, topic: TopicTier) -> None:
+        """Looks at a known table, unless the owner has done so less than `refresh_interval_ms` ago:
+        other engines may have changed it (T17).  Waits at most LOOK_WAIT_MS."""
+        if topic.owner.snapshot is None or topic.owner.is_fresh(self._now_ms()):
+            return
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._step_owner(topic, owning.Look(future))
+        await asyncio.wait([future], timeout=LOOK_WAIT_MS / 1000)
 
-        Raises the reason if the table cannot be read (T8).  The snapshot of a table that this node
-        does not write to may be outdated.  A table in a store that refuses writes can be read.
+    async def _place(
+        self,
+        topic: TopicTier,
+        partition: int,
+        upto: Offset = 0,
+        *,
+        fresh: bool = False,
+        known: bool = False,
+    ) -> TablePartition:
+        """Returns a version that reaches `upto`: the `known` one, or one that the owner has looked
+        at a short time ago (`look`), or with `fresh` the newest one.
+
+        Raises the reason if the table cannot be read (T8).  A table in a store that refuses writes
+        can be read.
         """
+        if not (fresh or known):
+            await self.look(topic)
         if isinstance(topic.owner.problem, errors.TierTableChanged):
             raise topic.owner.problem.with_traceback(None)
         snapshot = topic.owner.snapshot
@@ -280,11 +300,13 @@ class TierWorker:
         timestamp_ms: int,
         from_offset: Offset,
         end: Offset = 0,
+        *,
+        known: bool = False,
     ) -> tuple[TimeFound | None, Offset]:
         """Returns the first offset for a timestamp (T11), None only if the table reaches `end`; and
-        the first offset that may be missing in the version that was read (T17)."""
+        the first offset that may be missing in that version (T17): with `known`, however old."""
         topic = self.topic(topic_id, name)
-        place = await self._place(topic, partition, end)
+        place = await self._place(topic, partition, end, known=known)
 
         async def look_up(each: TablePartition) -> tuple[TimeFound | None, Offset]:
             found = await self.reader.offset_for_time(each, timestamp_ms, from_offset)
@@ -355,20 +377,15 @@ class TierWorker:
         return await refill.carry_out(self, told, request.accept, place, copy)
 
     async def purge(self, topic_id: str, name: str) -> tuple[str, int]:
-        """Removes a deleted topic's table and snapshot (T7); returns its URI and how many objects
-        removed.  Raises `TierUnavailable` if any are left."""
+        """Removes a deleted topic's table and snapshot (T7); returns its URI and the number of
+        objects.  Raises `TierUnavailable` if any are left."""
         table = self.tables.table(name, topic_id)
         self._drop_topic(topic_id)
-        removed = 0
-        for _ in range(3):  # an upload under way may still land
-            found = await self.store.list(layout.table_path(name, topic_id))
-            found += await self.store.list(layout.snapshot_path(name, topic_id))
-            for each in found:
-                await self.store.delete(each.path)
-            removed += len(found)
-            if not found:
-                return table.uri, removed
-        raise errors.TierUnavailable(f"{table.uri}: objects still come into a table being purged")
+        paths = layout.table_path(name, topic_id), layout.snapshot_path(name, topic_id)
+        removed = await remove_all(self.store, paths)
+        if removed is None:
+            raise errors.TierUnavailable(f"{table.uri}: objects still come into a purged table")
+        return table.uri, removed
 
     # -- machines ----------------------------------------------------------------------------------
 
@@ -391,7 +408,7 @@ class TierWorker:
                     answer(request, reply)
                 case SetTimer(at_ms=at_ms):
                     wake = functools.partial(self._step_owner, topic, owning.Wake())
-                    self._set_timer((topic.topic_id, NONE), at_ms, wake)
+                    self._timers.set((topic.topic_id, NONE), at_ms, wake)
                 case Publish(name=owning.SNAPSHOT, value=snapshot):
                     self.reader.keep_files(topic.home, snapshot.files)
                     for partition in topic.damaged.keep(snapshot.files):
@@ -448,7 +465,7 @@ class TierWorker:
                     self._on_report()
                 case SetTimer(key=key, at_ms=at_ms):
                     wake = functools.partial(self._step_copier, topic, led, copying.Wake())
-                    self._set_timer((topic.topic_id, key), at_ms, wake)
+                    self._timers.set((topic.topic_id, key), at_ms, wake)
                 case _:
                     raise AssertionError(effect)
 
@@ -547,7 +564,7 @@ class TierWorker:
                     copied, told.partition, asked.start, asked.leader_epoch, attempt, now_ms
                 )
                 await self.store.put(f"{topic.home}/{add.path}", copied.file.data)
-                self._count_upload(copied, repaired=again)
+                self.counts.uploaded(copied.file.rows, len(copied.file.data), repaired=again)
         except errors.PkError:
             self.counts.failed_uploads += 1
             raise
@@ -555,13 +572,6 @@ class TierWorker:
         # not after a failure: a write under way may still read it (tiering/output_buffer B1)
         self._buffers.append(buffer)
         return copying.Uploaded(asked, copied.end, copied.epoch, add)
-
-    def _count_upload(self, copied: uploads.Copied, *, repaired: bool) -> None:
-        assert copied.file is not None
-        self.counts.uploaded_files += 1
-        self.counts.uploaded_rows += copied.file.rows
-        self.counts.uploaded_bytes += len(copied.file.data)
-        self.counts.repaired_files += repaired
 
     async def _hand_over(
         self, topic: TopicTier, led: LedPartition, asked: copying.CommitToTable
@@ -580,21 +590,9 @@ class TierWorker:
 
         await self._guarded(topic, led, asked, work())
 
-    # -- timers ------------------------------------------------------------------------------------
-
-    def _set_timer(self, key: Any, at_ms: int | None, wake: Callable[[], None]) -> None:
-        known = self._timers.pop(key, None)
-        if known is not None:
-            known.cancel()
-        if at_ms is None or self._closed:
-            return
-        delay_s = max(0, at_ms - self._now_ms()) / 1000
-        self._timers[key] = asyncio.get_running_loop().call_later(delay_s, wake)
-
     async def close(self) -> None:
         """Stops everything; commits under way may or may not land (rule T5)."""
         self._closed = True
-        for timer in self._timers.values():
-            timer.cancel()
+        self._timers.close()
         await self._tasks.close()
         await self.reader.close()

@@ -91,9 +91,13 @@ def test_put_if_absent_has_one_winner(run: Run) -> None:
     async def test(store: ObjectStore) -> None:
         contents = [f"writer {i}".encode() for i in range(8)]
         won = await asyncio.gather(*(store.put_if_absent("race", c) for c in contents))
-        assert sum(won) == 1
-        assert await store.get_range("race", 0, 100) == contents[won.index(True)]
-        assert not await store.put_if_absent("race", b"late")
+        (winner,) = [at for at, each in enumerate(won) if each is not None]
+        assert await store.get_range("race", 0, 100) == contents[winner]
+        found, made = await store.head("race"), won[winner]
+        assert found is not None
+        assert made is not None
+        assert (made.size, made.tag) == (found.size, found.tag)
+        assert await store.put_if_absent("race", b"late") is None
 
     run(test)
 

@@ -243,7 +243,7 @@ def test_silent_connections_displace_each_other_and_keep_nobody_out(
     if bound == "ours":
         monkeypatch.setattr(limits, "CONNECTIONS_MAX", 16)
     else:  # the rest is for the logs
-        monkeypatch.setattr("resource.getrlimit", lambda _: (64, 64))
+        monkeypatch.setattr("resource.getrlimit", lambda _: (140, 140))
 
     async def test() -> None:
         async with serving(greet) as (network, listener):

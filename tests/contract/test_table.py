@@ -225,7 +225,7 @@ def test_what_was_committed_survives_power(tmp_path: Path, monkeypatch: pytest.M
                 raise OSError(errno.EIO, "injected")
 
             monkeypatch.setattr("os.fsync", broken)
-            with pytest.raises(errors.TierUnavailable, match="syncing the log"):
+            with pytest.raises(errors.TierUnavailable, match="injected"):
                 await table.commit(append(snapshot, 0, 30))
         finally:
             await tables.close()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tier_bench import LiveLog, bench
-from versitygw import S3Server, find_binary, free_port
+from versitygw import S3Server, binary_or_skip, free_port
 
 from pk import errors, settings
 from pk.clock import SystemClock
@@ -24,9 +24,7 @@ QUICK = {"refresh_interval_ms": 200, "recheck_ms": 200, "retry_backoff_ms": 50}
 @pytest.fixture
 def own_server(s3_server: S3Server, tmp_path: Path) -> S3Server:
     """Return a server for this test, which can be stopped and started."""
-    binary = find_binary()
-    assert binary is not None
-    return S3Server(binary, tmp_path, free_port())
+    return S3Server(binary_or_skip(), tmp_path, free_port())
 
 
 def chosen(server: S3Server, **more: object) -> StoreSettings:

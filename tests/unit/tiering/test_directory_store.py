@@ -19,12 +19,13 @@ from pk.clock import SystemClock
 from pk.tiering import fsspec_store
 from pk.tiering.fsspec_store import DIRECT_BYTES_MIN, DirectoryStore
 from pk.tiering.output_buffer import BLOCK_BYTES, OutputBuffer
+from pk.tiering.store_calls import StoreCalls
 from pk.tiering.store_settings import StoreSettings
 
 
 def store_in(folder: Path) -> DirectoryStore:
     given = settings.SERVER.resolve({"tier_url": folder.as_uri()})
-    return DirectoryStore(StoreSettings.of(given), SystemClock())
+    return DirectoryStore(StoreSettings.of(given), SystemClock(), StoreCalls())
 
 
 def filled(size: int) -> OutputBuffer:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deltalake import DeltaTable
 
 from pk import errors, settings
 from pk.clock import SystemClock
@@ -83,6 +84,56 @@ def test_the_counters_of_a_newer_build_are_refused_by_name() -> None:
     layout.check_version("file:///t", 0, layout.COUNTERS_VERSION)
     with pytest.raises(errors.NewerFormat, match="file:///t: partition 3"):
         layout.check_version("file:///t", 3, layout.COUNTERS_VERSION + 1)
+
+
+def test_another_engine_that_replaces_gone_files_is_refused_with_the_version_to_restore(
+    tmp_path: Path,
+) -> None:
+    """T2: delta-rs commits an OPTIMIZE whose files were replaced meanwhile; rows are then doubled.
+
+    The error names pk's last version.  Once an operator has restored it, pk goes on.
+    """
+
+    async def whole() -> None:
+        async with opened(tmp_path) as tables:
+            table = tables.table(TOPIC, TOPIC_ID)
+            snapshot = await table.create()
+            for end in (100, 200):
+                snapshot = await table.commit(append(snapshot, 0, end))
+            gone = snapshot.files_of(0)[0]
+            left = snapshot.partition(0)
+            moved = data(0, 100)
+            moved = replace(moved, path=moved.path.replace("-a-", "-b-"))
+            commit = Commit(snapshot, (NewFile(moved, 1, False),), (gone.path,), {0: left}, False)
+            await table.commit(commit)
+            log = tmp_path / layout.table_path(TOPIC, TOPIC_ID) / "_delta_log"
+            lines: list[dict[str, Any]] = [
+                {"commitInfo": {"operation": "OPTIMIZE"}},
+                {"remove": {"path": gone.path, "dataChange": False}},
+                {
+                    "add": {
+                        "path": "partition=0/part-1.parquet",
+                        "partitionValues": {"partition": "0"},
+                        "size": 20,
+                        "modificationTime": 1,
+                        "dataChange": False,
+                    }
+                },
+            ]
+            text = "".join(json.dumps(line) + "\n" for line in lines)
+            (log / f"{4:020d}.json").write_text(text)
+            for reader in (table, tables.table(TOPIC, TOPIC_ID)):
+                with pytest.raises(errors.TierTableChanged, match="restore version 3, if another"):
+                    await reader.load([0])
+            DeltaTable(log.parent).restore(3, ignore_missing_files=True)
+            for reader in (table, tables.table(TOPIC, TOPIC_ID)):
+                seen = await reader.load([0])
+                assert seen is not None
+                assert sorted(seen.files) == sorted([moved.path, snapshot.files_of(0)[1].path])
+            seen = await table.commit(append(seen, 0, 300))
+            assert (await tables.table(TOPIC, TOPIC_ID).load([0])) is not None
+
+    asyncio.run(whole())
 
 
 def test_commits_of_other_engines_need_no_checksum(tmp_path: Path) -> None:

@@ -272,7 +272,7 @@ def test_one_commit_a_second_with_everything_that_waited() -> None:
     it.step(Submit("c", append(20, 30)))
     assert it.asked == []
     it.now_ms = 1_000
-    it.step(owning.Wake()).loaded(snapshot(1, [data(0, 0, 10)], end=10, rows=10))
+    it.step(owning.Wake())
     assert len(it.committed().adds) == 2
     assert it.answers["c"].partitions[0].end == 30
 
