@@ -106,7 +106,7 @@ class CommitOffsets:
 class CommitTransactionOffsets:
     """As `CommitOffsets`, for offsets that count when a producer's transaction commits (X2).
 
-    The caller has the word of the transaction's coordinator that this partition of
+    The transaction's coordinator has confirmed to the caller that this partition of
     `__consumer_offsets` belongs to the open transaction.
     Reply: `TxnOffsetCommitReply`.  Raises also what refuses one partition: all or none are stored.
     """
@@ -125,6 +125,18 @@ class FetchOffsets:
 
     request: wire.OffsetFetchGroup
     require_stable: bool = False
+
+
+@dataclass(slots=True, frozen=True)
+class ReadOffsets:
+    """Read a page of the committed offsets of all groups, for their copy in the tier (T13).
+
+    image: names the topics.
+    Reply: `ReadOffsetsReply`.
+    """
+
+    request: wire.ReadOffsetsRequest
+    image: MetadataImage
 
 
 @dataclass(slots=True, frozen=True)
@@ -196,6 +208,7 @@ Command = (
     | CommitOffsets
     | CommitTransactionOffsets
     | FetchOffsets
+    | ReadOffsets
     | DescribeGroup
     | ListGroups
     | DeleteGroup

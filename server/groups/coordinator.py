@@ -19,7 +19,10 @@ Invariants
       a fetch with require_stable waits for its outcome.
   N8  No session ends because this broker had no contact to the controller and refused heartbeats:
       sessions and timeouts begin again when the contact is regained.
-  N9  A change of a group wakes its waiting requests only if the state or the generation changes.
+  N9  A change of a group wakes its waiting joins and syncs only if the state or the generation
+      changes.
+  N10 A heartbeat renews the session when it arrives.  It waits for news (rule P5), at most a part
+      of its session, and its wait renews nothing: a member that died must not live in its wait.
 """
 
 from __future__ import annotations
@@ -29,7 +32,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
-from weakref import WeakValueDictionary
 
 from pk import errors, limits
 from pk.backoff import Backoff
@@ -37,9 +39,11 @@ from pk.effects import Effect, Publish
 from pk.group_ids import PARTITIONS, TOPIC, partition_of_group
 from pk.server.groups import commands, records
 from pk.server.groups.groups import ConsumerGroup
+from pk.server.groups.hosted_groups import HostedGroups
 from pk.server.groups.machine import GroupCoordinator
 from pk.server.groups.sessions import MemberSessions
-from pk.server.groups.state import GroupState, keys_of
+from pk.server.groups.state import keys_of
+from pk.server.groups.waiting_heartbeats import check
 from pk.server.metadata.cache import MetadataCache
 from pk.server.replica.context import ControllerContact, Environment, MetadataProgress
 from pk.server.replica.partition import Partition
@@ -53,6 +57,8 @@ from pk.wire import pk_pb2 as wire
 TICK_MS = 100
 #: How long a join or a sync waits for other members (N6).
 JOIN_WAIT_MS = 5_000
+#: A heartbeat waits for at most this part of its member's session (N10).
+HEARTBEAT_WAIT_PART = 3
 #: How often offsets are looked at for expiry, and how many groups one command looks at.
 EXPIRE_MS = 600_000
 EXPIRE_GROUPS = 100
@@ -70,96 +76,6 @@ class GroupClock(Protocol):
     def trusted_ms(self) -> int | None: ...
 
 
-class _PhaseChange(asyncio.Event):
-    """Set when a group has left the phase in which requests began to wait."""
-
-    def __init__(self, phase: tuple[GroupState, int] | None) -> None:
-        super().__init__()
-        self.phase = phase
-
-
-class _HostedGroups:
-    """One partition that this broker coordinates, in one leader epoch."""
-
-    def __init__(
-        self,
-        number: int,
-        epoch: Epoch,
-        host: ReplayedHost[Any, Any],
-        log: PartitionReplayLog[records.GroupLogRecord | records.EndedTransaction],
-        sessions: MemberSessions,
-        key: PartitionKey,
-    ) -> None:
-        self.number = number
-        self.key = key
-        self.epoch = epoch
-        self.host = host
-        self._log = log
-        self.sessions = sessions
-        self.loading = True  # N2
-        self.resumed: Any = None  #: the machine whose sessions were begun (N3)
-        self.expire_at_ms = 0  #: when offsets are looked at next
-        self.absent: frozenset[TopicId] = frozenset()  #: of the last look
-        #: By group: the partitions of commits that wait for a transaction's coordinator (N7).
-        self.parked: dict[str, Counter[PartitionKey]] = {}
-        #: By group; only those that a request waits for.
-        self._changes: WeakValueDictionary[str, _PhaseChange] = WeakValueDictionary()
-        self._dirty: dict[str, None] = {}  #: groups whose changes are not followed yet
-
-    def check_parked(self, asked: wire.OffsetFetchGroup) -> None:
-        """Raise `UnstableOffsetCommit` if a commit that is parked has one of the partitions (N7).
-
-        No partitions = all of the group.
-        """
-        found = self.parked.get(asked.group_id)
-        if found and (not asked.topics or not found.keys().isdisjoint(keys_of(asked.topics))):
-            raise errors.UnstableOffsetCommit(
-                f"group {asked.group_id!r}: a transaction commits offsets now: ask again"
-            )
-
-    @property
-    def groups(self) -> Mapping[str, ConsumerGroup]:
-        """The groups of the machine; the newest decisions may not be committed yet."""
-        machine: Any = self.host.machine
-        found: Mapping[str, ConsumerGroup] = machine.groups
-        return found
-
-    def phase(self, group_id: str) -> tuple[GroupState, int] | None:
-        """Return state and generation of a group; None = there is no such group."""
-        group = self.groups.get(group_id)
-        return None if group is None else (group.state, group.generation)
-
-    def change(self, group_id: str) -> asyncio.Event:
-        """Return the event that the next change of the group's phase sets (N9)."""
-        found = self._changes.get(group_id)
-        if found is None:
-            found = self._changes[group_id] = _PhaseChange(self.phase(group_id))
-        return found
-
-    def changed(self, group_id: str, now_ms: Callable[[], int]) -> None:
-        """Follow a change of a group soon: the decisions of one round are followed together."""
-        if not self._dirty:
-            asyncio.get_running_loop().call_soon(self._follow, now_ms)
-        self._dirty[group_id] = None
-
-    def _follow(self, now_ms: Callable[[], int]) -> None:
-        """Update the sessions of changed groups, and wake the requests that wait for a phase."""
-        dirty, self._dirty = self._dirty, {}
-        for group_id in dirty:
-            self.sessions.update(group_id, self.groups.get(group_id), now_ms())
-            event = self._changes.get(group_id)
-            if event is not None and event.phase != self.phase(group_id):
-                del self._changes[group_id]
-                event.set()
-
-    async def close(self) -> None:
-        """End the host; what waits asks it once more, and is refused."""
-        await self.host.close()
-        self._log.close()
-        for event in list(self._changes.values()):
-            event.set()
-
-
 class GroupCoordinators:
     """The coordinator partitions of one broker."""
 
@@ -174,7 +90,7 @@ class GroupCoordinators:
         self._metadata = metadata
         self._contact = contact
         self._clocks = clocks
-        self._hosted: dict[int, _HostedGroups] = {}
+        self._hosted: dict[int, HostedGroups] = {}
         self._tasks = TaskRegistry(partial(env.bug, "a group coordinator"))
         self._ticking = False  #: from the first partition on that this broker coordinates
 
@@ -188,11 +104,16 @@ class GroupCoordinators:
     def groups_here(self) -> dict[str, ConsumerGroup]:
         """Return the groups that this broker coordinates now."""
         return {
-            name: group
-            for each in self._hosted.values()
-            if not (each.loading or each.host.replaying)
-            for name, group in each.groups.items()
+            name: group for _, _, groups in self.coordinated() for name, group in groups.items()
         }
+
+    def coordinated(self) -> list[tuple[int, Epoch, Mapping[str, ConsumerGroup]]]:
+        """Return the partitions that this broker coordinates now, their epochs and groups."""
+        return [
+            (each.number, each.epoch, each.groups)
+            for each in self._hosted.values()
+            if not each.reading
+        ]
 
     # -- leadership ------------------------------------------------------------------------------
 
@@ -211,7 +132,7 @@ class GroupCoordinators:
                 self._tasks.spawn(self._ticks())
             self._tasks.spawn(self._load(self._host(partition, number, epoch)))
 
-    def _host(self, partition: Partition, number: int, epoch: Epoch) -> _HostedGroups:
+    def _host(self, partition: Partition, number: int, epoch: Epoch) -> HostedGroups:
         server = self._env.server
         rules = commands.GroupRules(
             number,
@@ -239,13 +160,13 @@ class GroupCoordinators:
             unavailable=errors.NotCoordinator,
         )
         sessions = MemberSessions(rules.initial_rebalance_delay_ms)
-        hosted = self._hosted[number] = _HostedGroups(
+        hosted = self._hosted[number] = HostedGroups(
             number, epoch, host, log, sessions, partition.key
         )
         hosted.expire_at_ms = self._env.now_ms + EXPIRE_MS
         return hosted
 
-    async def _load(self, hosted: _HostedGroups) -> None:
+    async def _load(self, hosted: HostedGroups) -> None:
         """Replay the partition (N2)."""
         backoff = Backoff(BACKOFF_MS)
         began_ms = self._env.now_ms
@@ -267,9 +188,10 @@ class GroupCoordinators:
         took_ms = self._env.now_ms - began_ms
         self._env.say("group_coordinator_loaded", partition=hosted.number, took_ms=took_ms)
 
-    def _resume(self, hosted: _HostedGroups) -> None:
+    def _resume(self, hosted: HostedGroups) -> None:
         """Begin sessions and timeouts again (N3)."""
         hosted.sessions.restart(hosted.groups, self._env.now_ms)
+        hosted.heartbeats.compare_all(hosted.groups)
         hosted.resumed = hosted.host.machine
 
     def _effects(self, number: int, epoch: Epoch, effects: Sequence[Effect]) -> None:
@@ -287,11 +209,10 @@ class GroupCoordinators:
             await self._env.clock.sleep_ms(TICK_MS)
             for hosted in list(self._hosted.values()):
                 name = (hosted.number, hosted.epoch)
-                reading = hosted.loading or hosted.host.replaying
-                if not reading and name not in self._tasks:
+                if not hosted.reading and name not in self._tasks:
                     self._tasks.spawn(self._tick(hosted), name)
 
-    async def _tick(self, hosted: _HostedGroups) -> None:
+    async def _tick(self, hosted: HostedGroups) -> None:
         """Do what is due in one partition."""
         if not self._contact.in_contact():
             hosted.resumed = None  # N8
@@ -313,7 +234,7 @@ class GroupCoordinators:
         except errors.PkError:
             hosted.resumed = None  # the next tick begins the timeouts again
 
-    async def _expire_offsets(self, hosted: _HostedGroups) -> None:
+    async def _expire_offsets(self, hosted: HostedGroups) -> None:
         """Remove the offsets whose retention has passed, and those of deleted topics (N5)."""
         names = list(hosted.groups)
         absent: set[TopicId] = set()
@@ -329,14 +250,16 @@ class GroupCoordinators:
 
     # -- requests --------------------------------------------------------------------------------
 
-    def _serving(self, group_id: str) -> _HostedGroups:
+    def _serving(self, group_id: str) -> HostedGroups:
         """Return the host of a group; raises why it cannot answer (N2, N4)."""
+        return self._serving_partition(partition_of_group(group_id))
+
+    def _serving_partition(self, number: int) -> HostedGroups:
         self._check_contact()
-        number = partition_of_group(group_id)
         hosted = self._hosted.get(number)
         if hosted is None:
             raise errors.NotCoordinator(f"this broker does not lead {TOPIC}-{number}")
-        if hosted.loading or hosted.host.replaying:
+        if hosted.reading:
             raise errors.CoordinatorLoading(f"{TOPIC}-{number} is being read")
         return hosted
 
@@ -344,7 +267,7 @@ class GroupCoordinators:
         if not self._contact.in_contact():
             raise errors.CoordinatorUnavailable("this broker has no contact to the controller")
 
-    async def _ask(self, hosted: _HostedGroups, command: Any) -> Any:
+    async def _ask(self, hosted: HostedGroups, command: Any) -> Any:
         try:
             return await hosted.host.ask(command)
         finally:
@@ -383,7 +306,7 @@ class GroupCoordinators:
 
     async def _until_ready(
         self,
-        hosted: _HostedGroups,
+        hosted: HostedGroups,
         asked: wire.GroupMember,
         wait_ms: int,
         ask: Callable[[], Awaitable[Any]],
@@ -411,19 +334,22 @@ class GroupCoordinators:
             hosted.sessions.answered(*name, self._env.now_ms)
 
     async def heartbeat(self, request: wire.GroupHeartbeatRequest) -> wire.GroupHeartbeatReply:
-        """Renew the session of a member; writes nothing and waits for no write.
+        """Renew the session of a member, and wait for news of its group (N10).
 
-        Raises `RebalanceInProgress` if the member has to join again.
+        Writes nothing and waits for no write.  Raises the news: `RebalanceInProgress` if the member
+        has to join again, and what ends its membership.
         """
         asked = request.member
+        if request.wait_ms < 0:
+            raise errors.InvalidRequest(f"a heartbeat that waits {request.wait_ms} ms")
         hosted = self._serving(asked.group_id)
-        group = hosted.groups.get(asked.group_id) or ConsumerGroup(asked.group_id)
-        group.member(asked)
+        member = _group(hosted, asked).member(asked)
         hosted.sessions.heard(asked.group_id, asked.member_id, self._env.now_ms)
-        if group.state is GroupState.PREPARING_REBALANCE:
-            raise errors.RebalanceInProgress(
-                f"group {asked.group_id!r} is being rebalanced: join again"
-            )
+        check(_group(hosted, asked), asked)
+        wait_ms = min(request.wait_ms, member.session_timeout_ms // HEARTBEAT_WAIT_PART)
+        if wait_ms > 0 and await hosted.heartbeats.wait(asked, wait_ms):
+            # the broker may have lost the partition, or the contact (N4)
+            check(_group(self._serving(asked.group_id), asked), asked)
         return wire.GroupHeartbeatReply()
 
     async def leave(self, request: wire.LeaveGroupRequest) -> wire.LeaveGroupReply:
@@ -504,6 +430,32 @@ class GroupCoordinators:
                 reply.groups.add(group_id=each.group_id, error=frames.error_of(error))
         return reply
 
+    async def list_coordinated(
+        self, request: wire.ListCoordinatedRequest
+    ) -> wire.ListCoordinatedReply:
+        """List the partitions that this broker coordinates, for the copies in the tier (T13)."""
+        self._check_contact()
+        reply = wire.ListCoordinatedReply()
+        for number, hosted in sorted(self._hosted.items()):
+            end = hosted.committed
+            if not hosted.reading and end != NONE:
+                reply.partitions.add(
+                    partition=number, leader_epoch=hosted.epoch, high_watermark=end
+                )
+        return reply
+
+    async def read_offsets(self, request: wire.ReadOffsetsRequest) -> wire.ReadOffsetsReply:
+        """Return a page of the offsets of one partition (T13).
+
+        Raises `NotCoordinator` if this broker does not coordinate it in that leader epoch.
+        """
+        hosted = self._serving_partition(request.partition)
+        if hosted.epoch != request.leader_epoch:
+            raise errors.NotCoordinator(f"{TOPIC}-{request.partition} is in another leader epoch")
+        command = commands.ReadOffsets(request, self._metadata.image)
+        reply: wire.ReadOffsetsReply = await self._ask(hosted, command)
+        return reply
+
     async def describe(self, request: wire.DescribeGroupsRequest) -> wire.DescribeGroupsReply:
         """Describe groups; those of other coordinators have NotCoordinator."""
         _check_count(len(request.group_ids))
@@ -554,6 +506,10 @@ class GroupCoordinators:
         command = commands.DeleteOffsets(request, self._metadata.image)
         reply: wire.DeleteOffsetsReply = await self._ask(hosted, command)
         return reply
+
+
+def _group(hosted: HostedGroups, asked: wire.GroupMember) -> ConsumerGroup:
+    return hosted.groups.get(asked.group_id) or ConsumerGroup(asked.group_id)
 
 
 async def _registered(asked: Awaitable[None]) -> None:

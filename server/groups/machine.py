@@ -3,7 +3,8 @@
 `decide` reads the groups and answers a command with records and a reply; `apply` applies a record.
 The machine uses no clock but `now_ms`, and that only for the times of commits and of empty groups.
 The shell measures sessions and rebalance timeouts.  The decisions are in `membership` (with
-`rebalances`), `offsets` and `queries`.
+`rebalances`), `offsets`,
+`offset_pages` and `queries`.
 
 Invariants
   M1  `decide` never mutates.  Equal logs give equal machines.
@@ -17,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pk.server.groups import commands, membership, offsets, queries
+from pk.server.groups import commands, membership, offset_pages, offsets, queries
 from pk.server.groups.commands import Command, GroupRules
 from pk.server.groups.groups import ConsumerGroup, Groups, Out
 from pk.server.groups.records import EndedTransaction, GroupLogRecord
@@ -52,6 +53,7 @@ _DECISIONS: Mapping[type, Callable[[Groups, Any, int], Out]] = {
     commands.CommitOffsets: offsets.commit,
     commands.CommitTransactionOffsets: offsets.commit_in_transaction,
     commands.FetchOffsets: offsets.fetch,
+    commands.ReadOffsets: offset_pages.read_page,
     commands.DescribeGroup: queries.describe,
     commands.ListGroups: queries.list_groups,
     commands.DeleteGroup: offsets.delete_group,

@@ -50,12 +50,13 @@ def commit(groups: Groups, command: commands.CommitOffsets, now_ms: int) -> Out:
     commits = list(_commits(request))
     reply = wire.OffsetCommitReply()
     found: dict[bytes, GroupLogRecord] = {}
-    if group is None:
-        run_id = "" if run is None else run.run_id
-        metadata = GroupMetadata(asked.group_id, empty_since_ms=now_ms, query_run=run_id)
-        found[b""] = records.group_record(metadata)
-    elif run is not None and group.metadata.query_run != run.run_id:
-        found[b""] = records.group_record(replace(group.metadata, query_run=run.run_id))
+    known = (
+        GroupMetadata(asked.group_id, empty_since_ms=now_ms) if group is None else group.metadata
+    )
+    if run is not None:
+        known = replace(known, query_run=run.run_id, holds_retention=run.holds_retention)
+    if group is None or known != group.metadata:
+        found[b""] = records.group_record(known)
     for each in commits:
         try:
             _check(groups, group, request, each, command.image)

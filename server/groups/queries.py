@@ -22,6 +22,7 @@ def describe(groups: Groups, command: commands.DescribeGroup, now_ms: int) -> Ou
         leader=metadata.leader,
         kind=metadata.kind,
         query_run=metadata.query_run,
+        holds_retention=metadata.holds_retention,
         committed_ms=max((each.committed_ms for each in group.offsets.values()), default=0),
     )
     for name, each in sorted(group.members.items()):

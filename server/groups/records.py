@@ -186,6 +186,7 @@ def group_record(known: GroupMetadata) -> GroupLogRecord:
         initial=known.initial,
         empty_since_ms=known.empty_since_ms,
         query_run=known.query_run,
+        holds_retention=known.holds_retention,
     )
     return GroupLogRecord(encode_key(GROUP, known.group_id), wire.GroupRecord(group=body))
 
@@ -201,6 +202,7 @@ def group_of(group_id: str, body: wire.GroupStateRecord) -> GroupMetadata:
         body.initial,
         body.empty_since_ms,
         body.query_run,
+        body.holds_retention,
     )
 
 

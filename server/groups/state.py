@@ -65,6 +65,7 @@ class GroupMetadata:
     initial: bool = False  #: the rebalance began in an empty group and waits for further members
     empty_since_ms: int = 0  #: when the group became empty, by the wall clock; 0 = it has members
     query_run: str = ""  #: the run of a streaming query that commits here (S1); "" = consumers
+    holds_retention: bool = False  #: what the query has not processed is kept, within bounds (S1)
 
     @property
     def kind(self) -> str:

@@ -70,8 +70,12 @@ def commit(ids: TransactionalIds, command: commands.CommitParticipants, now_ms: 
 def named_by(
     ids: TransactionalIds, known: Job, named: Sequence[wire.Participant]
 ) -> set[ProducerId]:
-    """Return the named producer ids; each must be part of the open transaction (X7)."""
+    """Return the named producer ids; each must be part of the open transaction (X7).
+
+    A driver that names one twice has counted the rows of an attempt twice.
+    """
     pool = ids.jobs.participants(known.job)
+    seen: set[ProducerId] = set()
     for each in named:
         participant = pool.get(each.producer_id)
         if (
@@ -83,7 +87,13 @@ def named_by(
                 f"({each.producer_id}, {each.producer_epoch}) is not part of {known.name}, so "
                 "nothing was committed: abort the batch and write it again"
             )
-    return {each.producer_id for each in named}
+        if each.producer_id in seen:
+            raise errors.InvalidRequest(
+                f"({each.producer_id}, {each.producer_epoch}) is named twice for {known.name}, so "
+                "nothing was committed: name each attempt of a task once"
+            )
+        seen.add(each.producer_id)
+    return seen
 
 
 def _commit_empty(

@@ -14,6 +14,7 @@ from pk.client.group_membership import GroupMembership
 from pk.client.group_types import AssignmentChange, OffsetAndMetadata, OffsetsToCommit
 from pk.client.network_client import NetworkClient
 from pk.client.options import consumer_options, network_options
+from pk.server.groups.coordinator import GroupCoordinators
 from pk.types import TopicPartition
 from pk.wire import pk_pb2 as wire
 
@@ -99,6 +100,78 @@ def test_members_share_a_topic_and_one_leaves(make_cluster: Any, assignor: str) 
         await apps[0].close()
         await apps[1].until(lambda: sorted(apps[1].owned) == T, most_ms=2_000)
         await apps[1].close()
+
+    run_story(make_cluster, story)
+
+
+#: No heartbeat is due within a test; a third of the session is the longest wait for news.
+SLOW = {"session_timeout_ms": 600_000, "heartbeat_interval_ms": 150_000}
+
+
+@pytest.mark.parametrize("assignor", ["range", "cooperative-sticky"])
+def test_members_learn_of_a_rebalance_at_once(make_cluster: Any, assignor: str) -> None:
+    """Rule P5: their heartbeats wait at the coordinator for it."""
+
+    async def story(cluster: Any) -> None:
+        options = {**SLOW, "partition_assignment_strategy": assignor}
+        apps = [App(cluster, **options)]
+        await apps[0].until(lambda: len(apps[0].owned) == 4)
+        for count in (2, 3, 4):
+            apps.append(App(cluster, **options))
+            await apps[0].until(
+                lambda count=count: (
+                    sorted(len(each.owned) for each in apps)
+                    == {2: [2, 2], 3: [1, 1, 2], 4: [1] * 4}[count]
+                ),
+                most_ms=1_500,
+            )
+        await apps.pop().close()
+        await apps[0].until(lambda: sum(len(each.owned) for each in apps) == 4, most_ms=1_500)
+        for each in apps:
+            await each.close()
+
+    run_story(make_cluster, story)
+
+
+def heartbeats_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The waits of the heartbeats that a coordinator gets from now on."""
+    found: list[int] = []
+    answer = GroupCoordinators.heartbeat
+
+    async def counted(self: Any, request: wire.GroupHeartbeatRequest) -> wire.GroupHeartbeatReply:
+        found.append(request.wait_ms)
+        return await answer(self, request)
+
+    monkeypatch.setattr(GroupCoordinators, "heartbeat", counted)
+    return found
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_heartbeats_keep_their_period(
+    make_cluster: Any, monkeypatch: pytest.MonkeyPatch, older: bool
+) -> None:
+    """Whether the answers wait or not, and while the application does not act on the news."""
+    if older:
+        monkeypatch.setattr("pk.server.groups.coordinator.HEARTBEAT_WAIT_PART", 2**31)
+
+    async def story(cluster: Any) -> None:
+        beats = heartbeats_of(monkeypatch)
+        app = App(cluster)
+        await app.until(lambda: len(app.owned) == 4)
+        await app.world.clock.sleep_ms(1_000)
+        del beats[:]
+        await app.world.clock.sleep_ms(3_000)
+        assert set(beats) == {300}
+        assert 8 <= len(beats) <= 10
+        app.polls = False
+        other = App(cluster)
+        await app.world.clock.sleep_ms(1_000)
+        del beats[:]
+        await app.world.clock.sleep_ms(3_000)
+        assert other.owned == ()
+        assert 8 <= len(beats) <= 10, "the new member's join waits, so it sends none"
+        await app.close()
+        await other.close()
 
     run_story(make_cluster, story)
 
@@ -217,7 +290,7 @@ def test_two_processes_with_one_instance_id_do_not_both_go_on(make_cluster: Any)
         await first.until(lambda: len(first.owned) == 4)
         second = App(cluster, group_instance_id="1")
         await first.until(lambda: isinstance(first.member.problem, errors.FencedInstanceId))
-        assert len(second.owned) == 4
+        await second.until(lambda: len(second.owned) == 4)
         await first.close()
         await second.close()
 
@@ -441,11 +514,11 @@ def test_a_topic_that_was_created_again_begins_a_rebalance(make_cluster: Any) ->
         before = app.member.applied[T[0]]
         await app.commit({T[0]: 5})
         network: Any = app.cluster
-        update, network._update = network._update, lambda reply, names: None
+        update, network.apply = network.apply, lambda reply, names, whole: None
         caller = cluster.caller()
         await caller.call(wire.DeleteTopicsRequest(names=["t"]), timeout_ms=10_000)
         topic_id = await cluster.create("t", 4)
-        network._update = update
+        network.apply = update
         app.cluster.want_metadata()
         await app.until(lambda: app.member.applied.get(T[0], before).topic_id == topic_id)
         assert before.topic_id != topic_id

@@ -255,6 +255,18 @@ def test_a_participant_that_is_not_part_of_the_batch_commits_nothing(named: str)
     assert bench.job.state is S.ONGOING
 
 
+def test_a_participant_that_is_named_twice_commits_nothing() -> None:
+    """Rule X7: its rows would be counted twice in the sums."""
+    bench = JobBench()
+    one, other = bench.join(0), bench.join(0)
+    words = refused(
+        bench, lambda: bench.commit(0, one, other, one, sums=WRITTEN), errors.InvalidRequest
+    )
+    assert "twice" in words
+    assert bench.job.state is S.ONGOING
+    bench.commit(0, one, other, sums=WRITTEN)
+
+
 def test_an_empty_batch_is_recorded() -> None:
     bench = JobBench()
     bench.commit(0)
