@@ -39,6 +39,7 @@ from pk.log.index import NO_TIMESTAMP
 from pk.log.partition_log import PartitionLog
 from pk.log.storage import Disk
 from pk.server.broker.clock_watch import ClockWatch
+from pk.server.broker.hold_keeper import HoldKeeper
 from pk.server.replica.context import Environment
 from pk.server.replica.partition import Partition
 from pk.tasks import TaskRegistry
@@ -76,11 +77,13 @@ class LogCleaner:
         partitions: Mapping[PartitionKey, Partition],
         changing: TaskRegistry,
         cleaner: Cleaner | None,
+        holds: HoldKeeper,
     ) -> None:
         self._env = env
         self._clocks = clocks
         self._partitions = partitions
         self._changing = changing  #: logs that are being truncated or replaced
+        self._holds = holds
         self._cleaner = cleaner  #: None = this broker cleans nothing
         self._uncleanable: dict[PartitionKey, int] = {}  #: until when (K4)
         self._tasks = TaskRegistry()
@@ -181,6 +184,7 @@ class LogCleaner:
             wanted["min_compaction_lag_ms"],
             wanted["max_compaction_lag_ms"],
         )
+        self._holds.apply(partition)
         stable = log.last_stable_offset(partition.high_watermark)
         work = partial(_plan_of, log, limits, stable, self._clocks.trusted_ms())
         reads = limits.max_compaction_lag_ms < _NEVER
@@ -216,7 +220,7 @@ class LogCleaner:
             settled_end=self._settled_end(partition),
             delete_retention_ms=partition.settings["delete_retention_ms"],
             map_bytes=env.server["log_cleaner_dedupe_buffer_size"],
-            now_ms=self._clocks.trusted_ms(),
+            now=self._clocks.median_time(),
             least_ms=cleaner.least_ms,
         )
         refusal = partition.writer.space.room_refusal(sum(each.size for each in job.segments))
@@ -289,8 +293,8 @@ class LogCleaner:
         return not mine or key in self._changing or partition.log.cuts != cuts
 
     def _late(self, job: CleaningJob) -> bool:
-        deadline_ms, now_ms = job.cleaning.deadline_ms, self._clocks.trusted_ms()
-        return deadline_ms is not None and (now_ms is None or now_ms > deadline_ms)
+        deadline_ms, now = job.cleaning.deadline_ms, self._clocks.median_time()
+        return deadline_ms is not None and (now is None or now.latest_ms > deadline_ms)
 
     async def _discard(self, partition: Partition, tail: str) -> None:
         """Remove the files of a cleaning, unless a full disk interrupted their swap."""

@@ -48,6 +48,7 @@ import enum
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
+from pk.clock import MedianTime
 from pk.log.last_run import LastRun
 from pk.types import NodeId
 
@@ -114,6 +115,7 @@ class ClockTrust:
         self._compared_ms: int | None = None  #: CLOCK_BOOTTIME
         self._missing: frozenset[NodeId] = frozenset()  #: expected, and not in the samples
         self._missing_since_ms = 0
+        self._brokers = 1  #: of the cluster
         self._doubted = False  #: since `_keep_producers_ms` was last set (W3)
 
     # -- the start ---------------------------------------------------------------------------------
@@ -184,8 +186,9 @@ class ClockTrust:
     def compare(self, samples: Iterable[Sample], expected: Collection[NodeId]) -> None:
         """Compare the clock with those of all nodes that the active controller knows.
 
-        expected: the nodes whose clocks should be among the samples.
+        expected: the brokers, whose clocks should be among the samples.
         """
+        self._brokers = len({self._node_id, *expected})
         found = {each.node_id: each for each in samples if each.node_id != self._node_id}
         self._samples, self._compared_ms = found, self._now_ms
         missing = frozenset(each for each in expected if each != self._node_id) - found.keys()
@@ -217,12 +220,10 @@ class ClockTrust:
         return self._fresh() and (not self._missing or waited_ms >= self._limits.fresh)
 
     def _lines(self) -> list[int]:
-        return sorted([self._line_ms, *(each.line_ms for each in self._samples.values())])
+        return [self._line_ms, *(each.line_ms for each in self._samples.values())]
 
     def _median_ms(self) -> int:
-        lines = self._lines()
-        middle = len(lines) // 2
-        return (lines[middle] + lines[~middle]) // 2
+        return MedianTime.of(self._lines()).middle_ms
 
     def _judge(self) -> None:
         if not self._settled():
@@ -300,6 +301,25 @@ class ClockTrust:
         return abs(self._line_ms - median_ms) > self.tolerance_ms and 3 * off <= len(lines)
 
     # -- times to use ------------------------------------------------------------------------------
+
+    def median_time(self, wall_ms: int) -> MedianTime | None:
+        """Return the time by the median of the clocks that their own brokers trust, for times that
+        two brokers compare (C4).
+
+        None = it is not known: this broker does not trust its clock, or it is off the median by
+        more than the tolerance, or half of the brokers' clocks were not received recently or are
+        not trusted.  Two clocks that are trusted may differ by almost twice the tolerance.
+        """
+        if self.doubt is not Doubt.NONE or not self._fresh():
+            return None
+        trusted = [each.line_ms for each in self._samples.values() if each.trusted]
+        if 2 * (1 + len(trusted)) <= self._brokers:
+            return None
+        earliest_ms, latest_ms = found = MedianTime.of([self._line_ms, *trusted])
+        tolerance = self.tolerance_ms
+        if not earliest_ms - tolerance <= self._line_ms <= latest_ms + tolerance:
+            return None
+        return found.plus(wall_ms - self._line_ms)
 
     def forget_before_ms(self, wall_ms: int) -> int | None:
         """Return the time by which idle producers expire; None = none may expire now (W3)."""

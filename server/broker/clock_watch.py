@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from pk import errors
+from pk.clock import MedianTime
 from pk.log import directory as files
 from pk.log.directory import Directory
 from pk.log.last_run import LastRun
@@ -71,6 +72,13 @@ class ClockWatch:
         """Return the time by which records expire; None = the clock is not trusted (L10)."""
         wall_ms = self._look()
         return wall_ms if self.trust.doubt is Doubt.NONE else None
+
+    def median_time(self) -> MedianTime | None:
+        """Return the time by the median of all nodes' clocks, for times that other brokers compare
+        with theirs; None = it is not known now.
+        """
+        wall_ms = self._look()
+        return self.trust.median_time(wall_ms)
 
     def forget_before_ms(self) -> int | None:
         """Return the time by which idle producers expire; None = none may expire now."""

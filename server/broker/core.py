@@ -20,6 +20,7 @@ from pk.server.broker.flushes import Flushes
 from pk.server.broker.free_space import FreeSpace
 from pk.server.broker.gauges import BrokerGauges
 from pk.server.broker.heartbeat_report import HeartbeatReport
+from pk.server.broker.hold_keeper import HoldKeeper
 from pk.server.broker.hosted_partitions import HostedPartitions
 from pk.server.broker.internal_topics import InternalTopics
 from pk.server.broker.lifecycle import BrokerLifecycleManager
@@ -30,6 +31,7 @@ from pk.server.broker.replica_roles import ReplicaRoles
 from pk.server.broker.retention import RetentionVisits
 from pk.server.broker.scheduler import BrokerScheduler
 from pk.server.groups.coordinator import GroupCoordinators
+from pk.server.groups.hold_reports import HoldReports
 from pk.server.groups.lag_gauges import GroupGauges
 from pk.server.metadata.cache import MetadataCache
 from pk.server.replica.alter_partition import AlterPartitionManager
@@ -91,11 +93,14 @@ class BrokerCore:
         self.feed = TierFeed(env.world.new_id())
         self.writers = LogDirWriters(env, lifecycle.heartbeat_soon)
         self.channels = BrokerChannels(env, hello, metadata)
+        self.holds = HoldKeeper(env, self.partitions, metadata)
         self._compose_transactions()
         self._compose_replicas()
         self._compose_publisher()
         self.scheduler = self._compose_scheduler()
-        self.cleaner = LogCleaner(env, clocks, self.partitions, self.fetchers.changing, cleaner)
+        self.cleaner = LogCleaner(
+            env, clocks, self.partitions, self.fetchers.changing, cleaner, self.holds
+        )
 
     def _compose_transactions(self) -> None:
         """Make the coordinators of transactions and groups, and what a leader asks of them."""
@@ -112,6 +117,9 @@ class BrokerCore:
         self.groups = GroupCoordinators(env, metadata, self.lifecycle, self.clocks)
         self.group_gauges = GroupGauges(
             env, metadata, self.lifecycle, channels, self.groups.groups_here, self._stable_end
+        )
+        self.hold_reports = HoldReports(
+            env, metadata, self.lifecycle, self.clocks, channels, self.groups
         )
 
     def _stable_end(self, key: PartitionKey) -> Offset | None:
@@ -236,6 +244,7 @@ class BrokerCore:
             self.tier,
             self.due,
             jobs,
+            self.holds,
         )
         self.free_space = FreeSpace(env, manager, self.writers, jobs)
         gauges = BrokerGauges(
@@ -270,6 +279,7 @@ class BrokerCore:
         await self.open_transactions.close()
         await self.coordinators.close()
         await self.group_gauges.close()
+        await self.hold_reports.close()
         await self.groups.close()
         await self.verifier.close()
         await self.epoch_fence.close()

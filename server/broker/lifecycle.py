@@ -101,6 +101,7 @@ class BrokerLifecycleManager:
         ),
         offline_replicas: Callable[[], list[wire.FetchPartition]] = list,
         unfit: Callable[[], list[wire.Unfit]] = list,
+        partitions_max: int = 0,
         on_contact: Callable[[int], None] = lambda age_ms: None,
         say: Callable[..., None] = lambda event, **facts: None,
         clocks: ClockWatch | None = None,
@@ -118,6 +119,7 @@ class BrokerLifecycleManager:
         self._positions = positions
         self._offline_replicas = offline_replicas
         self._unfit = unfit
+        self._partitions_max = partitions_max
         self._clocks = clocks
         #: Called at each renewal of contact, with the age (ms) of the contact.
         self._on_contact = on_contact
@@ -365,6 +367,7 @@ class BrokerLifecycleManager:
                     positions=self._positions(asked),
                     offline_replicas=offline,
                     unfit=self._unfit(),
+                    partitions_max=self._partitions_max,
                     directories=self.directory_reports.listed(),
                     clock=None if self._clocks is None else self._clocks.reading(),
                 ),

@@ -77,7 +77,9 @@ class BrokerStreams:
             FetchStream, env, hosted, core.corruption, core.tier, core.alter_partition
         )
         self.metadata = MetadataRequests(env, metadata, core.lifecycle, core.publisher)
-        self.offsets = OffsetRequests(hosted, core.manager, core.corruption, core.tier, core.due)
+        self.offsets = OffsetRequests(
+            hosted, core.manager, core.corruption, core.tier, core.due, core.holds
+        )
         self.tier = TierRequests(
             env,
             hosted,
@@ -92,7 +94,11 @@ class BrokerStreams:
         self.transactions = TransactionRequests(
             env, hosted, core.clocks, core.coordinators, core.verifier, core.publisher
         )
+        groups = GroupRequests(
+            core.groups, core.publisher, self.appends, core.holds, core.hold_reports
+        )
         core.channels.handlers.update(self.transactions.between_brokers())
+        core.channels.handlers.update(groups.between_brokers())
         self._control = partial(
             ControlStream,
             env,
@@ -110,10 +116,10 @@ class BrokerStreams:
             ProducerIds(env, self._admission, core.lifecycle),
             self.transactions,
             self.offsets,
-            PartitionDescriptions(hosted, core.replicas, metadata, core.corruption),
+            PartitionDescriptions(hosted, core.replicas, metadata, core.corruption, core.holds),
             self.tier,
             CoordinatorRequests(metadata, core.internal_topics),
-            GroupRequests(core.groups, core.publisher, self.appends),
+            groups,
             core.channels.handlers,
         )
 
@@ -217,6 +223,7 @@ class BrokerNode:
             positions=lambda asked: self.core.report.positions(asked),
             offline_replicas=lambda: self.core.report.offline_replicas(),
             unfit=lambda: self.core.report.unfit(),
+            partitions_max=server["partitions_max"],
             on_contact=env.metrics.contact_age.observe,
             say=self._say,
             clocks=clocks,
@@ -266,6 +273,7 @@ class BrokerNode:
         core.coordinators.start()
         core.open_transactions.start()
         core.group_gauges.start()
+        core.hold_reports.start()
         await self._until_unfenced()
         self._serving.set()
 

@@ -12,7 +12,9 @@ Retention of a partition, in this order (rules T6, T9, L10)
      every file that covers them.
   3. log_start moves first and is SYNCED.  Then segments are renamed, and removed after
      `file_delete_delay_ms`.
-  4. While the wall clock is not trusted (clock_trust.py), no record and no producer expires by age.
+  4. Nothing at or above a hold of a query expires (S1, hold_keeper.py).  A hold does not keep local
+     segments that the tier has.
+  5. While the wall clock is not trusted (clock_trust.py), no record and no producer expires by age.
      The log would not recognise a retry of an expired producer.  Requested deletions and retention
      by size need no clock and continue: a client waits until every in-sync follower has carried out
      its deletion.
@@ -36,12 +38,14 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
+from pk import errors
 from pk.log.manager import LogManager
 from pk.log.plan import RetentionPlan
 from pk.log.storage import Disk
 from pk.server.broker.clock_watch import ClockWatch
 from pk.server.broker.disk_jobs import DiskJobs
 from pk.server.broker.due_work import DueWork
+from pk.server.broker.hold_keeper import HoldKeeper
 from pk.server.replica.context import ControllerContact, Environment
 from pk.server.replica.partition import Partition
 from pk.server.tier.client import TierClient
@@ -50,6 +54,8 @@ from pk.types import NONE, Offset, PartitionKey
 
 #: Time between two turns of the wheel.
 TICK_MS = 250
+#: Later than any record: a look-up by this time reads no file.
+TIME_MAX = 2**63 - 1
 #: Partitions of one directory whose retention is under way at once.
 VISITS_MAX = 16
 
@@ -72,6 +78,7 @@ class RetentionVisits:
         tier: TierClient,
         due: DueWork,
         jobs: DiskJobs,
+        holds: HoldKeeper,
     ) -> None:
         self._env = env
         self._manager = manager
@@ -82,6 +89,7 @@ class RetentionVisits:
         self._tier = tier
         self._due = due
         self._jobs = jobs
+        self._holds = holds
         self._queue: deque[PartitionKey] = deque()
         self._credit = 0.0  #: visits that are due by now
         #: (due, job): renamed segments that wait for their delay
@@ -158,6 +166,7 @@ class RetentionVisits:
         partition = self._partitions.get(key)
         if partition is None or not partition.online:
             return
+        await self._holds.visit(partition)
         leader = partition.leader
         if leader is None:
             await self._retain_replica(partition)
@@ -189,6 +198,7 @@ class RetentionVisits:
 
     def _plan(self, partition: Partition) -> RetentionPlan:
         log = partition.log
+        self._holds.apply(partition)
         plan = log.retention_plan(self._clocks.trusted_ms(), partition.high_watermark)
         return plan if self._may_expire(partition) else plan._replace(log_start=log.log_start)
 
@@ -220,22 +230,40 @@ class RetentionVisits:
             or "delete" not in wanted["cleanup_policy"]
         ):
             return
-        target: Offset = log.log_start
-        missing_from = [NONE]
-        local = log.local_log_start  # up to this offset the tier is asked
-        now_ms = self._clocks.trusted_ms()
-        if wanted["retention_ms"] >= 0 and now_ms is not None:
-            cutoff = now_ms - wanted["retention_ms"]
-            found = await self._tier.offset_for_time(partition, cutoff)
-            target = local if found.offset == NONE else min(found.offset, local)
-            missing_from.append(found.missing_from if found.HasField("missing_from") else NONE)
-        if wanted["retention_bytes"] >= 0:
-            target = max(target, await self._over_size(partition, wanted["retention_bytes"]))
-        missing_from.append(tier.missing_from)
-        target = min([target, *(each for each in missing_from if each != NONE)])
+        target = await self._expired_in_tier(partition, known=True)
+        if target > log.log_start:
+            # the tier process may know an old version, which other engines have changed (T17)
+            target = await self._expired_in_tier(partition, known=False)
+        hold = self._holds.apply(partition)
+        target = target if hold is None else min(target, hold)
         if target > log.log_start and partition.leader is leader and self._may_expire(partition):
             await self._manager.move_log_starts({partition.key: target})
             partition.bounds_moved(urgent=True)
+
+    async def _expired_in_tier(self, partition: Partition, *, known: bool) -> Offset:
+        """Return the offset up to which topic retention moves log_start: of the version that the
+        tier process knows, or of the newest one."""
+        log, tier, wanted = partition.log, partition.tier, partition.settings
+        target: Offset = log.log_start
+        missing_from = [NONE]
+        now_ms = self._clocks.trusted_ms()
+        by_age = wanted["retention_ms"] >= 0 and now_ms is not None
+        if by_age or not known:
+            cutoff = now_ms - wanted["retention_ms"] if by_age and now_ms is not None else TIME_MAX
+            try:
+                found = await self._tier.offset_for_time(partition, cutoff, known=known)
+            except errors.TierUnavailable:
+                if by_age:
+                    raise
+                return target  # local data goes on being dropped
+            missing_from.append(found.missing_from if found.HasField("missing_from") else NONE)
+            if by_age:
+                local = log.local_log_start  # up to this offset the tier is asked
+                target = local if found.offset == NONE else min(found.offset, local)
+        if wanted["retention_bytes"] >= 0:
+            target = max(target, await self._over_size(partition, wanted["retention_bytes"]))
+        missing_from.append(tier.missing_from)
+        return min([target, *(each for each in missing_from if each != NONE)])
 
     @staticmethod
     async def _over_size(partition: Partition, allowed: int) -> Offset:

@@ -251,7 +251,7 @@ class ActiveController:
             "create_internal_topic": asks(commands.CreateInternalTopic),
             "delete_topics": asks(commands.DeleteTopics),
             "tier_purged": asks(commands.TierPurged),
-            "create_partitions": asks(commands.CreatePartitions),
+            "create_partitions": asks(lambda r: commands.CreatePartitions(r, self._known())),
             "alter_configs": alter_configs,
             "describe_configs": asks(commands.DescribeConfigs),
             "allocate_producer_ids": asks(commands.AllocateProducerIds),
@@ -267,7 +267,8 @@ class ActiveController:
         }
 
     def _create_topics(self, request: wire.CreateTopicsRequest) -> commands.CreateTopics:
-        return commands.CreateTopics(request, tuple(self._world.new_id() for _ in request.topics))
+        ids = tuple(self._world.new_id() for _ in request.topics)
+        return commands.CreateTopics(request, ids, self._known())
 
     # -- brokers -----------------------------------------------------------------------------------
 

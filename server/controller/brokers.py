@@ -50,15 +50,17 @@ def register(image: MetadataImage, rules: Rules, command: Register) -> Out:
             f"broker {request.broker_id} belongs to cluster {request.cluster_id}, "
             f"this is {image.cluster_id}"
         )
-    if request.previous_broker_epoch > image.offset:
+    old = image.brokers.get(request.broker_id)
+    newest = image.offset if old is None else old.broker_epoch
+    if request.previous_broker_epoch > newest:
+        there = f"ends at {image.offset + 1}" if old is None else f"knows none after {newest}"
         raise errors.MetadataBehind(
             f"broker {request.broker_id} was registered at offset {request.previous_broker_epoch} "
-            f"of the metadata log, and this metadata log ends at {image.offset + 1}: it was "
-            "restored from an older copy, or is a new one. The broker would remove all partitions "
-            "that it does not know. Restore the newer metadata; or, to accept the loss of these "
-            "partitions, delete run.json and clean-shutdown in the broker's directories"
+            f"of the metadata log, and this metadata log {there}: it was restored from an older "
+            "copy, or is a new one. It lacks all partitions that were created since. Restore the "
+            "newer metadata; or, to go on without these partitions, delete run.json and "
+            "clean-shutdown in the broker's directories"
         )
-    old = image.brokers.get(request.broker_id)
     if old is not None and old.incarnation_id == request.incarnation_id:
         if _same(old, request):
             reply = wire.RegisterBrokerReply(broker_epoch=old.broker_epoch, clean=True)

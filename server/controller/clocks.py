@@ -18,6 +18,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from pk.clock import MedianTime
 from pk.types import NodeId
 from pk.wire import pk_pb2 as wire
 
@@ -102,27 +103,23 @@ class Clocks:
             )
         return found
 
-    def trusted_ms(self, wall_ms: int, boottime_ms: int) -> int | None:
-        """Return the median of the fresh clocks that brokers trust; None = no broker trusts its
-        own.
+    def trusted_time(self, wall_ms: int, boottime_ms: int, brokers: int) -> MedianTime | None:
+        """Return the median of the fresh clocks that brokers trust; None = half of the brokers do
+        not trust theirs, or were not heard recently.
 
         wall_ms: this controller's clock, which counts only if a broker of this node trusts it
+        brokers: how many there are
         """
         samples = self.samples(wall_ms, boottime_ms, 0)
-        ahead = sorted(each.ahead_ms for each in samples if each.trusted)
-        if not ahead:
-            return None
-        middle = len(ahead) // 2
-        return wall_ms + (ahead[middle] + ahead[~middle]) // 2
+        ahead = [each.ahead_ms for each in samples if each.trusted]
+        return MedianTime.of(ahead).plus(wall_ms) if 2 * len(ahead) > brokers else None
 
     def describe(
         self, brokers: list[wire.BrokerDescription], wall_ms: int, boottime_ms: int
     ) -> None:
         """Fill in the clock fields of `brokers`; the skew is relative to the median."""
         samples = {each.node_id: each.ahead_ms for each in self.samples(wall_ms, boottime_ms, 0)}
-        lines = sorted(samples.values())
-        middle = len(lines) // 2
-        median_ms = (lines[middle] + lines[~middle]) // 2
+        median_ms = MedianTime.of(samples.values()).middle_ms
         for broker in brokers:
             known = self._readings.get(broker.broker_id)
             if known is None or boottime_ms - known.read_ms > self._fresh_ms:

@@ -154,6 +154,7 @@ class CreateTopics:
 
     request: wire.CreateTopicsRequest
     topic_ids: tuple[TopicId, ...]
+    reports: Reports = field(default_factory=dict)
 
 
 @dataclass(slots=True, frozen=True)
@@ -183,6 +184,7 @@ class TierPurged:
 @dataclass(slots=True, frozen=True)
 class CreatePartitions:
     request: wire.CreatePartitionsRequest
+    reports: Reports = field(default_factory=dict)
 
 
 @dataclass(slots=True, frozen=True)

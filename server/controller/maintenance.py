@@ -69,9 +69,11 @@ class MaintenanceRequests:
         if found is not None:
             now_ms = self._clock.monotonic_ms()
             self._leases.heard(request.topic_id, found[0], request.token, now_ms)
-        trusted_ms = self._clocks.trusted_ms(self._clock.wall_ms(), self._clock.boottime_ms())
-        if trusted_ms is not None:
-            reply.now_ms = trusted_ms
+        trusted = self._clocks.trusted_time(
+            self._clock.wall_ms(), self._clock.boottime_ms(), len(self._image().brokers)
+        )
+        if trusted is not None:
+            reply.now_ms, reply.latest_ms = trusted
         return reply
 
     async def _release_lease(self, request: wire.ReleaseLeaseRequest, _: frames.Frame) -> Any:

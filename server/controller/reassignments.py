@@ -41,6 +41,7 @@ from pk.server.controller.commands import (
     decision,
 )
 from pk.server.controller.elections import LeaderEligibility, PartitionChangeBuilder
+from pk.server.controller.partition_limits import Room
 from pk.server.metadata.image import MetadataImage, TopicState
 from pk.types import NodeId, PartitionKey
 from pk.wire import frames
@@ -60,6 +61,7 @@ def alter_reassignments(image: MetadataImage, rules: Rules, command: AlterReassi
     )
     reply = wire.AlterReassignmentsReply()
     seen: dict[tuple[str, int], None] = {}
+    room = Room(image, command.reports)
     for item in wanted:
         result = reply.results.add(topic=item.topic, partition=item.partition)
         try:
@@ -67,7 +69,7 @@ def alter_reassignments(image: MetadataImage, rules: Rules, command: AlterReassi
             if place in seen:
                 raise errors.InvalidRequest(f"{_name(item)} is named twice in one request")
             seen[place] = None
-            _alter(batch, item, force=command.request.force)
+            _alter(batch, item, room, force=command.request.force)
         except errors.PkError as error:
             result.error.CopyFrom(frames.error_of(error))
     reply.metadata_offset = image.offset + len(batch.bodies)
@@ -78,7 +80,7 @@ def _name(item: wire.Reassignment) -> str:
     return f"{item.topic[:300]}-{item.partition}"
 
 
-def _alter(batch: BatchedDecision, item: wire.Reassignment, *, force: bool) -> None:
+def _alter(batch: BatchedDecision, item: wire.Reassignment, room: Room, *, force: bool) -> None:
     image = batch.cluster.image
     topic = _topic_of(image, item)
     state = topic.partitions.get(item.partition)
@@ -96,6 +98,7 @@ def _alter(batch: BatchedDecision, item: wire.Reassignment, *, force: bool) -> N
         begin(builder, state.original, batch.cluster, _name(item), force=force)
     else:
         _check_target(image, tuple(item.replicas), _name(item))
+        room.take([[each for each in item.replicas if each not in state.replicas]])
         begin(builder, tuple(item.replicas), batch.cluster, _name(item), force=force)
         builder.complete(batch.cluster, force=force)
     batch.keep(builder, topic)

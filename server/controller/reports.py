@@ -67,6 +67,7 @@ class Report:
     #: The position, and the offset that the broker's image had reached when it reported it.
     positions: Mapping[PartitionKey, tuple[EpochAndEnd, int]] = field(default_factory=dict)
     unfit: tuple[Unfit, ...] = ()
+    partitions_max: int = 0  #: how many replicas the broker may hold; 0 = it does not say
 
     def gives_up(self, key: PartitionKey) -> str:
         """The reason why the replica gives up the lead; '' if there is none."""
@@ -96,7 +97,7 @@ def reported(
         kept[key] = ((each.last_epoch, each.log_end), request.metadata_offset)
     offline = {PartitionKey(e.topic_id, e.partition): None for e in request.offline_replicas}
     unfit = tuple(_unfit(each) for each in request.unfit)
-    return Report(request.broker_epoch, offline, kept, unfit)
+    return Report(request.broker_epoch, offline, kept, unfit, request.partitions_max)
 
 
 def _unfit(said: wire.Unfit) -> Unfit:

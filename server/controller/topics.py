@@ -23,6 +23,7 @@ from pk.server.controller.commands import (
     decision,
     registered,
 )
+from pk.server.controller.partition_limits import Room
 from pk.server.controller.placement import Candidate, place
 from pk.server.metadata.image import (
     BROKER_RESOURCE,
@@ -71,7 +72,7 @@ def create_topics(image: MetadataImage, rules: Rules, command: CreateTopics) -> 
     bodies: list[Message] = []
     reply = wire.CreateTopicsReply()
     seen: dict[str, None] = {}
-    budget = limits.PARTITIONS_PER_TOPIC_MAX
+    budget, room = limits.PARTITIONS_PER_TOPIC_MAX, Room(image, command.reports)
     for new, topic_id in zip(command.request.topics, command.topic_ids, strict=True):
         result = reply.results.add(name=new.name)
         try:
@@ -83,7 +84,7 @@ def create_topics(image: MetadataImage, rules: Rules, command: CreateTopics) -> 
                 result.topic_id = known.topic_id  # the request is repeated: its reply was lost
                 continue
             start = len(image.topics) + len(seen) - 1
-            made = _new_topic(image, rules, new, topic_id, budget, start=start)
+            made = _new_topic(image, rules, new, topic_id, budget, room, start=start)
         except errors.PkError as error:
             result.error.CopyFrom(frames.error_of(error))
             continue
@@ -103,6 +104,7 @@ def _new_topic(
     new: wire.NewTopic,
     topic_id: TopicId,
     budget: int,
+    room: Room,
     *,
     start: int,
 ) -> list[Message]:
@@ -118,7 +120,8 @@ def _new_topic(
     if factor < 1:
         raise errors.InvalidReplicationFactor(f"replication factor {factor}: at least one")
     values = check_topic_settings(new.configs, cluster_base(image, rules))
-    replicas = place(_candidates(image), count, factor, start)
+    replicas = place(_candidates(image, room, factor), count, factor, start)
+    room.take(replicas)
     return _records(image, new.name, topic_id, values, replicas)
 
 
@@ -150,7 +153,7 @@ def internal_topic_records(
     factor: int,
 ) -> list[Message]:
     """Return all records of a new topic of pk's own.  Raises `BrokerUnavailable`."""
-    replicas = place(_candidates(image), count, factor, len(image.topics))
+    replicas = place(_candidates(image), count, factor, len(image.topics))  # pk's own have no bound
     topic = wire.TopicRecord(name=name, topic_id=topic_id)
     return [topic, *_records(image, name, topic_id, values, replicas)]
 
@@ -171,8 +174,16 @@ def _check_count(count: int, budget: int) -> None:
         )
 
 
-def _candidates(image: MetadataImage) -> list[Candidate]:
-    return [Candidate(each.broker_id, each.rack, each.available) for each in image.brokers.values()]
+def _candidates(image: MetadataImage, room: Room | None = None, factor: int = 1) -> list[Candidate]:
+    """Return the brokers for new replicas: those with room, if they are enough for all replicas of
+    a partition.
+    """
+    known = [
+        Candidate(each.broker_id, each.rack, each.available) for each in image.brokers.values()
+    ]
+    roomy = [each for each in known if room is None or room.has(each.broker_id)]
+    available = sum(each.available for each in roomy)
+    return roomy if available and len(roomy) >= factor else known
 
 
 def _new_partition(
@@ -199,7 +210,7 @@ def create_partitions(image: MetadataImage, rules: Rules, command: CreatePartiti
     bodies: list[Message] = []
     reply = wire.CreatePartitionsReply()
     seen: dict[str, None] = {}
-    budget = limits.PARTITIONS_PER_TOPIC_MAX
+    budget, room = limits.PARTITIONS_PER_TOPIC_MAX, Room(image, command.reports)
     for wanted in command.request.topics:
         result = reply.results.add(name=wanted.name)
         try:
@@ -214,7 +225,9 @@ def create_partitions(image: MetadataImage, rules: Rules, command: CreatePartiti
                 )
             _check_count(wanted.total_count, budget)
             factor = len(topic.partitions[0].target)
-            placed = place(_candidates(image), wanted.total_count - today, factor, today)
+            more = wanted.total_count - today
+            placed = place(_candidates(image, room, factor), more, factor, today)
+            room.take(placed)
         except errors.PkError as error:
             result.error.CopyFrom(frames.error_of(error))
             continue

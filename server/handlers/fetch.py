@@ -376,6 +376,8 @@ class FetchStream:
         entry = self.entry(reply, position, partition)
         entry.next_offset = read.next_offset
         entry.payload_bytes = len(read.data)
+        # a topic that is compacted stays compacted (C2), so the read was dense if this says so
+        entry.dense = not partition.log.config.compacted
         aborted_lists.add_all(entry, told)
         if read.data:
             pieces.append(read.data)

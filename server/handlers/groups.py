@@ -12,7 +12,9 @@ from typing import Any
 from google.protobuf.message import Message
 
 from pk import errors
+from pk.server.broker.hold_keeper import HoldKeeper
 from pk.server.groups.coordinator import GroupCoordinators
+from pk.server.groups.hold_reports import HoldReports
 from pk.server.handlers.appends import Appends
 from pk.server.replica.context import MetadataProgress
 from pk.transactional_ids import is_transactional
@@ -25,8 +27,15 @@ class GroupRequests:
     """Answers the requests of groups for one broker."""
 
     def __init__(
-        self, coordinators: GroupCoordinators, progress: MetadataProgress, appends: Appends
+        self,
+        coordinators: GroupCoordinators,
+        progress: MetadataProgress,
+        appends: Appends,
+        holds: HoldKeeper,
+        reports: HoldReports,
     ) -> None:
+        self._holds = holds
+        self._reports = reports
         self._coordinators = coordinators
         self._progress = progress
         self._appends = appends
@@ -42,11 +51,29 @@ class GroupRequests:
             "offset_commit": _handler(lambda request: groups.commit(request, progress)),
             "txn_offset_commit": _handler(self.commit_in_transaction),
             "offset_fetch": _handler(groups.fetch),
+            "list_coordinated": _handler(groups.list_coordinated),
+            "read_offsets": _handler(groups.read_offsets),
             "list_groups": _handler(groups.list),
-            "describe_groups": _handler(groups.describe),
+            "describe_groups": _handler(self.describe),
             "delete_groups": _handler(groups.delete),
             "delete_offsets": _handler(groups.delete_offsets),
         }
+
+    def between_brokers(self) -> dict[str, Handler]:
+        """Return the handlers of requests that only brokers send, by name."""
+        return {"report_holds": _handler(self.report_holds)}
+
+    async def report_holds(self, request: wire.ReportHoldsRequest) -> wire.ReportHoldsReply:
+        """Take over the retention holds of a coordinator (S1)."""
+        return self._holds.report(request)
+
+    async def describe(self, request: wire.DescribeGroupsRequest) -> wire.DescribeGroupsReply:
+        """Describe groups, with the holds that have fallen."""
+        reply = await self._coordinators.describe(request)
+        for each in reply.groups:
+            if each.holds_retention:
+                each.fallen.extend(self._reports.fallen(each.group_id))
+        return reply
 
     async def commit_in_transaction(
         self, request: wire.TxnOffsetCommitRequest

@@ -3,7 +3,7 @@
 World-generic.  A reply is made from the broker's image of committed records.  A stream that sets
 `watch` gets pushes: when the content of its reply changes, the broker makes the reply again and
 sends it with correlation id 0.  Changes that follow each other quickly cause one push.  A push that
-equals the last push is not sent.
+equals the last push is not sent.  A request that `adds` topics extends what the stream watches.
 
 Invariant
   M1  Pushes of a stream are in the order of the metadata log, and the last push is never older than
@@ -27,6 +27,8 @@ from pk.wire.calls import head_of
 from pk.world import Disconnected, Stream
 
 CREATE_TIMEOUT_MS = 5_000
+#: Number of topics that a stream may watch by name.
+WATCHED_MAX = 100_000
 #: Settings of a topic that clients use.
 _FOR_CLIENTS = (
     "max_message_bytes",
@@ -147,14 +149,22 @@ class MetadataSubscription:
         self._progress = progress
         self._stream = stream
         self._request: wire.MetadataRequest | None = None
+        self._names: frozenset[str] = frozenset()
         self._last: wire.MetadataReply | None = None
         self._changed = asyncio.Event()
         self._tasks = TaskRegistry()
 
     def begin(self, request: wire.MetadataRequest, reply: wire.MetadataReply) -> None:
-        """Watch the topics of `request`, beginning after `reply`; it replaces an older request."""
+        """Watch the topics of `request`, beginning after `reply`; it replaces an older request, or
+        extends it if it `adds` topics.
+
+        Raises `InvalidRequest` if a request adds topics to none, or to too many.
+        """
         began = self._request is not None
-        self._request, self._last = request, reply
+        self._last = reply
+        if request.adds:
+            request, self._last = _extended(self._request, request), None
+        self._request, self._names = request, frozenset(request.topics)
         if not began:
             self._progress.listeners[self._notice] = None
             self._tasks.spawn(self._push())
@@ -168,12 +178,7 @@ class MetadataSubscription:
         if request is None:
             return
         everything = not request.topics and not request.topic_ids
-        if (
-            names is None
-            or everything
-            or request.topic_ids
-            or any(name in request.topics for name in names)
-        ):
+        if names is None or everything or request.topic_ids or not self._names.isdisjoint(names):
             self._changed.set()
 
     async def _push(self) -> None:
@@ -189,6 +194,22 @@ class MetadataSubscription:
                 await self._stream.send(frames.encode(head_of(reply)))
         except Disconnected:
             return
+
+
+def _extended(
+    watched: wire.MetadataRequest | None, more: wire.MetadataRequest
+) -> wire.MetadataRequest:
+    """Return the request for the topics of both."""
+    if watched is None:
+        raise errors.InvalidRequest("this stream watches no topics yet: name all of them")
+    if not watched.topics and not watched.topic_ids:
+        return watched  # all topics
+    names = dict.fromkeys([*watched.topics, *more.topics])
+    if len(names) > WATCHED_MAX:
+        raise errors.InvalidRequest(
+            f"a stream watches at most {WATCHED_MAX} topics by name: ask for all topics"
+        )
+    return wire.MetadataRequest(topics=names, watch=True)
 
 
 def _same(one: wire.MetadataReply, other: wire.MetadataReply) -> bool:

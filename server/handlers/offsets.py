@@ -21,6 +21,7 @@ from pk.log.manager import LogManager
 from pk.log.plan import TimeOffset
 from pk.log.storage import Disk
 from pk.server.broker.due_work import DueWork
+from pk.server.broker.hold_keeper import HoldKeeper
 from pk.server.broker.hosted_partitions import HostedPartitions
 from pk.server.replica.corruption import CorruptionManager
 from pk.server.replica.leader import ACKS_ALL, Leader
@@ -67,12 +68,14 @@ class OffsetRequests:
         corruption: CorruptionManager,
         tier: TierClient,
         due: DueWork,
+        holds: HoldKeeper,
     ) -> None:
         self._partitions = partitions
         self._manager = manager
         self._corruption = corruption
         self._tier = tier
         self._due = due
+        self._holds = holds
 
     async def list_offsets(self, request: wire.ListOffsetsRequest) -> wire.ListOffsetsReply:
         """Return offsets by special value or by time; each answer has its own error."""
@@ -215,7 +218,10 @@ class OffsetRequests:
             answer.cumulative_bytes.append(size)
 
     async def delete_records(self, request: wire.DeleteRecordsRequest) -> wire.DeleteRecordsReply:
-        """Move log starts forward; retention deletes the data below them (KIP-107)."""
+        """Move log starts forward; retention deletes the data below them (KIP-107).
+
+        A deletion passes the holds of queries, and the reply says whose (S1).
+        """
         reply = wire.DeleteRecordsReply()
         moved: dict[Partition, Offset] = {}
         for item in request.items:
@@ -247,6 +253,7 @@ class OffsetRequests:
                     )
                 if before > partition.log.log_start:
                     moved[partition] = max(before, moved.get(partition, 0))
+                    result.holds.extend(self._holds.passed(partition, before))
                 result.log_start = max(before, partition.log.log_start)
             except errors.PkError as error:
                 result.error.CopyFrom(frames.error_of(error))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pk import errors
 from pk.log.producers import ProducerStateEntry
+from pk.server.broker.hold_keeper import HoldKeeper
 from pk.server.broker.hosted_partitions import HostedPartitions
 from pk.server.controller.elections import waits_for
 from pk.server.metadata.cache import MetadataCache
@@ -30,11 +31,13 @@ class PartitionDescriptions:
         replicas: HostedReplicas,
         metadata: MetadataCache,
         corruption: CorruptionManager,
+        holds: HoldKeeper,
     ) -> None:
         self._partitions = partitions
         self._replicas = replicas
         self._metadata = metadata
         self._corruption = corruption
+        self._holds = holds
 
     def reply(self, request: wire.DescribePartitionsRequest) -> wire.DescribePartitionsReply:
         """Return every offset of a partition, for operators and readiness checks."""
@@ -110,6 +113,7 @@ class PartitionDescriptions:
             directory=partition.writer.disk.storage.root,
             isr=() if state is None else state.isr,
             replicas=() if state is None else state.replicas,
+            retention_hold=self._holds.apply(partition),
         )
         problem = partition.hosted.cause or self._corruption.problem_of(partition)
         if problem is None and state is not None and state.leader == NONE:

@@ -56,7 +56,6 @@ INLINE_WEIGHT = 2 * limits.MIB
 COMPRESSED_WEIGHT = 16  #: the weight of one byte of a body that must be decompressed
 #: Most answers outstanding of one stream before its socket is read again.
 OWED_MAX = 4_096
-ENTRIES_MAX = 10_000
 TIMEOUT_DEFAULT_MS = 30_000
 
 HeaderOrError = Header | errors.PkError
@@ -251,9 +250,10 @@ class ProduceStream:
         request = frame.head.produce
         if request.acks not in (0, 1, ACKS_ALL):
             raise errors.InvalidRequest(f"acks {request.acks} is none of 0, 1, -1")
-        if len(request.partitions) > ENTRIES_MAX:
+        if len(request.partitions) > limits.PRODUCE_BATCHES_MAX:
             raise errors.InvalidRequest(
-                f"{len(request.partitions)} batches in one frame; {ENTRIES_MAX} are allowed"
+                f"{len(request.partitions)} batches in one frame; "
+                f"{limits.PRODUCE_BATCHES_MAX} are allowed"
             )
         entries: list[_Entry] = []
         position = 0

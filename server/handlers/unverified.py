@@ -28,6 +28,7 @@ from pk.log.storage import Buffer
 from pk.server.handlers.appends import Appends
 from pk.server.replica.delayed_produce import DelayedProduce
 from pk.tasks import TaskRegistry
+from pk.transactional_ids import is_transactional
 from pk.types import Epoch, PartitionKey
 
 AGAIN_MS = 3_000
@@ -73,7 +74,9 @@ class UnverifiedBatches:
         leader_epoch: Epoch,
         delayed: DelayedProduce,
     ) -> bool:
-        """Keep a batch that must wait.  False: the caller appends it."""
+        """Keep a batch that must wait.  False: the caller appends it, or has it refused."""
+        if header.control or not is_transactional(header.producer_id):
+            return False  # no coordinator can be asked (log/validate, rows C, D and I)
         place = (header.producer_id, header.producer_epoch, key)
         queue = self._queues.get(place)
         if queue is None:

@@ -20,6 +20,7 @@ Invariants (checked by `check`, which tests and the simulator call after every r
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -42,6 +43,8 @@ MAINTENANCE_RESOURCES = (LEASE_RESOURCE, SCHEDULE_RESOURCE, RUN_RESOURCE)
 #: Most deleted topics whose tables wait for removal.  There may be more if the store is unavailable
 #: for long.  The oldest are then dropped from the list, and their tables stay in the store.
 PURGES_MAX = 10_000
+#: Most terms of the metadata log that an image keeps, the newest ones.
+TERMS_MAX = 1_000
 
 
 @dataclass(slots=True, frozen=True)
@@ -160,6 +163,8 @@ class MetadataImage:
     features: dict[str, int] = field(default_factory=dict)
     leader_id: NodeId = NONE  #: epoch of the metadata quorum
     leader_epoch: int = NONE
+    #: First offset and epoch of the last terms of the metadata log, ascending; see `origin`.
+    terms: tuple[tuple[int, int], ...] = ()
     voters: tuple[VoterState, ...] = ()
     #: Names of deleted topics whose tables wait for removal, by topic id, oldest first.  An entry
     #: stays until a broker has reported that the table is gone (rule T7).
@@ -236,6 +241,32 @@ class MetadataImage:
             for name in values
         }
         return sorted(name for name in found if name not in settings.TOPIC.by_name)
+
+    # -- the log's history -------------------------------------------------------------------------
+
+    @property
+    def origin(self) -> str:
+        """The metadata log and its term that have reached `offset`.
+
+        A broker keeps it with each replica.  A metadata log that is restored from a backup goes on
+        in a later term.  So another term stands at an offset that the lost part had, and the
+        log knows that it did not create the replicas that name the lost part (rule L15).
+        """
+        return f"{self.genesis}@{self.leader_epoch}"
+
+    def has_reached(self, origin: str, offset: int) -> bool:
+        """Return whether this very log has reached `offset` in the term of `origin`.
+
+        False also if the term is older than those that are kept.  An origin of an older build has
+        no term: then only log and offset are compared.
+        """
+        genesis, _, epoch = origin.partition("@")
+        if genesis != self.genesis or not 0 <= offset <= self.offset:
+            return False
+        if not epoch:
+            return True
+        index = bisect_left(self.terms, (offset + 1, NONE)) - 1
+        return index >= 0 and str(self.terms[index][1]) == epoch
 
     # -- the only mutator --------------------------------------------------------------------------
 
@@ -372,9 +403,11 @@ class MetadataImage:
     def _feature_level(self, _offset: int, record: wire.FeatureLevelRecord) -> None:
         self.features[record.name] = record.level
 
-    def _leader_change(self, _offset: int, record: wire.LeaderChangeRecord) -> None:
+    def _leader_change(self, offset: int, record: wire.LeaderChangeRecord) -> None:
         self.leader_id = record.leader_id
         self.leader_epoch = record.epoch
+        before = self.terms[: bisect_left(self.terms, (offset, NONE))]  # rows may repeat terms
+        self.terms = (*before, (offset, record.epoch))[-TERMS_MAX:]
 
     def _voters(self, _offset: int, record: wire.VotersRecord) -> None:
         self.voters = tuple(

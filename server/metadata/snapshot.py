@@ -81,6 +81,10 @@ def cluster_rows(image: MetadataImage) -> Iterator[Row]:
     """Yield the rows that exist once in a cluster."""
     for body in _cluster_bodies(image):
         yield image.offset, record_of(body)
+    for offset, epoch in image.terms:
+        ids = [voter.node_id for voter in image.voters]
+        change = wire.LeaderChangeRecord(leader_id=image.leader_id, epoch=epoch, voters=ids)
+        yield offset, record_of(change)
 
 
 def _cluster_bodies(image: MetadataImage) -> Iterator[Message]:
@@ -88,11 +92,6 @@ def _cluster_bodies(image: MetadataImage) -> Iterator[Message]:
         yield wire.ClusterRecord(cluster_id=image.cluster_id, genesis=image.genesis)
     for name, level in image.features.items():
         yield wire.FeatureLevelRecord(name=name, level=level)
-    if image.leader_epoch != NONE:
-        ids = [voter.node_id for voter in image.voters]
-        yield wire.LeaderChangeRecord(
-            leader_id=image.leader_id, epoch=image.leader_epoch, voters=ids
-        )
     if image.voters:
         voters = [wire.Voter(**voter._asdict()) for voter in image.voters]
         yield wire.VotersRecord(voters=voters)

@@ -42,6 +42,7 @@ from pk.clock import block_s
 from pk.log import directory as directories
 from pk.log.files import RealStorage
 from pk.log.storage import Storage
+from pk.server.node.memory import memory_bytes, partitions_max
 from pk.server.node.run_config import RunConfig
 from pk.server.node.settings import Resolved, is_clustered, roles_of, voter_directory_id, voters_of
 from pk.server.raft.quorum_state_store import (
@@ -113,7 +114,10 @@ def prepare(dirs: Sequence[str], resolved: Resolved) -> tuple[RunConfig, RealSto
             run_dir=run.root,
             cluster_id=formats[0].cluster_id,
             node_id=node_id,
-            server=dict(server),
+            server={
+                **server,
+                "partitions_max": server["partitions_max"] or partitions_max(memory_bytes()),
+            },
             topic_defaults=dict(resolved.topic_defaults),
             metadata_directory_id=_metadata_id(paths[0], formats[0].cluster_id, server),
         )
@@ -340,7 +344,7 @@ def read_metadata_identity(storage: Storage, raw: bytes) -> dict[str, Any]:
         missing = [name for name in _METADATA_FIELDS if name not in known]
         if missing:
             raise KeyError(missing[0])
-    except (ValueError, KeyError, TypeError) as cause:
+    except (ValueError, KeyError, TypeError, RecursionError) as cause:
         raise errors.CorruptLog(f"{where} is damaged: {cause}") from cause
     formats.require_version(where, known["format"], METADATA_FORMAT)
     return known

@@ -39,7 +39,7 @@ from hashlib import sha1
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pk import errors, formats, settings, tracing
+from pk import descriptors, errors, formats, settings, tracing
 from pk.clock import Clock, SystemClock
 from pk.server.node.settings import bootstrap_of, peers_of, roles_of, voters_of
 from pk.tasks import TaskRegistry
@@ -172,7 +172,7 @@ class RunConfig:
             known["dirs"] = tuple(known["dirs"])
             known["directory_ids"] = tuple(known["directory_ids"])
             return RunConfig(**known)
-        except (OSError, ValueError, TypeError, KeyError) as cause:
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as cause:
             raise errors.InvalidConfig(f"{path} is not a run configuration: {cause}") from cause
 
 
@@ -341,6 +341,16 @@ def raise_descriptor_limit() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # not allowed everywhere: the limit stays
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def check_descriptor_limit() -> None:
+    """Raise `InvalidConfig` if a node may not have the descriptors that it needs to start."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < descriptors.LEAST:
+        raise errors.InvalidConfig(
+            f"this process may have {hard} open files, and a node needs {descriptors.LEAST} or "
+            "more: raise the limit (ulimit -Hn 65536, or LimitNOFILE= of systemd)"
+        )
 
 
 def die_with_parent() -> None:

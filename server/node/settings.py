@@ -63,7 +63,12 @@ def resolve(
 
 def _dirs(given: dict[str, Any]) -> tuple[str, ...]:
     found = given.pop("dir", given.pop("dirs", ()))
-    return (found,) if isinstance(found, str) else tuple(str(each) for each in found)
+    listed = [found] if isinstance(found, str) else found
+    if not isinstance(listed, list | tuple) or not all(isinstance(each, str) for each in listed):
+        raise errors.InvalidConfig(
+            f"dir is the path of a data directory, or a list of paths, not {found!r}", option="dir"
+        )
+    return tuple(listed)
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

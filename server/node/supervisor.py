@@ -36,7 +36,14 @@ from pk.backoff import Backoff, equal_jitter
 from pk.clock import SystemClock
 from pk.server.node.format import prepare
 from pk.server.node.metrics_endpoint import socket_names
-from pk.server.node.run_config import EXIT_FAILED, EXIT_OK, RunConfig, remove_sockets, write_pid
+from pk.server.node.run_config import (
+    EXIT_FAILED,
+    EXIT_OK,
+    RunConfig,
+    check_descriptor_limit,
+    remove_sockets,
+    write_pid,
+)
 from pk.server.node.settings import Resolved, is_clustered, is_loopback, roles_of, voters_of
 from pk.tasks import TaskRegistry
 
@@ -46,7 +53,8 @@ START_ATTEMPTS = 3
 START_TIMEOUT_MS = 60_000
 #: The longest time that the ready line waits for a tier whose store does not answer.
 TIER_START_MS = 5_000
-CONTROLLER_STOP_MS = 3_000
+#: A controller syncs its log when it stops: seconds on a disk or a core that others keep busy.
+CONTROLLER_STOP_MS = 15_000
 RUNNER_STOP_MS = 10_000
 KILLED = 137
 #: The role of the process that runs maintenance schedules, with a JVM while a job needs Spark.
@@ -291,22 +299,24 @@ class Supervisor:
         timeout_ms = int(self.config.server["shutdown_timeout_ms"])
         await self._stop([RUNNER], RUNNER_STOP_MS)  # killed, its leases end after 30 s
         first = [role for role in self.children if role not in (RUNNER, "controller")]
-        drained = await self._stop(first, timeout_ms)
-        drained = await self._stop(["controller"], CONTROLLER_STOP_MS) and drained
+        drained = True
+        for roles, bound_ms in ((first, timeout_ms), (["controller"], CONTROLLER_STOP_MS)):
+            killed = await self._stop(roles, bound_ms)
+            drained = drained and not killed
+            if killed and not self._killing.is_set():
+                self._log.warning("drain_timed_out", killed=",".join(killed), after_ms=bound_ms)
         if self._killing.is_set():
             return KILLED
-        if not drained:
-            self._log.warning("drain_timed_out", shutdown_timeout_ms=timeout_ms)
         return EXIT_OK if drained else 1
 
-    async def _stop(self, roles: Sequence[str], timeout_ms: int) -> bool:
-        """Send SIGTERM and wait; return False if a process had to be killed."""
+    async def _stop(self, roles: Sequence[str], timeout_ms: int) -> list[str]:
+        """Send SIGTERM and wait; return the roles whose process had to be killed."""
         for role in roles:
             self._signal(role, signal.SIGTERM)
-        keepers = [task for role in roles if (task := self._keepers.get(role)) is not None]
+        keepers = {role: task for role in roles if (task := self._keepers.get(role)) is not None}
         waits = TaskRegistry()
         killing = waits.spawn(self._killing.wait())
-        everyone = asyncio.gather(*keepers, return_exceptions=True)
+        everyone = asyncio.gather(*keepers.values(), return_exceptions=True)
         try:
             await asyncio.wait(
                 (everyone, killing),
@@ -315,12 +325,11 @@ class Supervisor:
             )
         finally:
             await waits.close()
-        done = all(keeper.done() for keeper in keepers)
-        if not done:
-            for role in roles:
-                self._signal(role, signal.SIGKILL)
+        late = [role for role, keeper in keepers.items() if not keeper.done()]
+        for role in late:
+            self._signal(role, signal.SIGKILL)
         await everyone
-        return done
+        return late
 
     def _signal(self, role: str, number: signal.Signals) -> None:
         child = self.children.get(role)
@@ -380,6 +389,7 @@ def serve(
 ) -> int:
     """Run `pk server start`; return the exit code.  Raises the error that prevented the start."""
     log = tracing.Log("supervisor", SystemClock().wall_ms)
+    check_descriptor_limit()
     _warn_if_open(log, resolved)
     config, lock = prepare(dirs or resolved.dirs, resolved)
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 
-from pk import errors, limits
+from pk import errors, formats, limits
 from pk.clock import Clock
 from pk.log.partition_log import PartitionLog
 from pk.log.storage import Disk, File, Storage
@@ -60,7 +60,8 @@ class Found:
             if loading is None:
                 continue
             try:
-                check(storage.read_file(name), loading)
+                with formats.named(f"{storage.root}/{name}"):
+                    check(storage.read_file(name), loading)
             except errors.CorruptLog as cause:
                 if name.endswith(LOAD):
                     raise
@@ -213,7 +214,8 @@ def _read_checked(storage: Storage, wanted: SnapshotId, suffix: str = "") -> byt
     name = file_name(wanted) + suffix
     try:
         raw = storage.read_file(name)
-        check(raw, wanted)
+        with formats.named(f"{storage.root}/{name}"):
+            check(raw, wanted)
     except FileNotFoundError as cause:
         raise errors.SnapshotNotFound(f"{storage.root}/{name} is gone") from cause
     except errors.CorruptLog as cause:

@@ -86,9 +86,11 @@ class ReplicaCreator:
         for where, why in self._manager.restored.items():
             self._env.warn("identity_restored", directory=where, why=why)
         if self._manager.ignored:
-            ignored, why = self._manager.ignored, "the name is not <topic>-<number>: left alone"
-            facts = {"directories": ignored[:20], "count": len(ignored), "why": why}
-            self._env.warn("directories_ignored", **facts)
+            why = "the name is not <topic>-<number>: left alone"
+            self._say_many("directories_ignored", self._manager.ignored, why)
+        if self._manager.removed:
+            why = "the broker had renamed them before it was stopped: <topic>-<number>.<id>-delete"
+            self._say_many("deleted_logs_removed", self._manager.removed, why)
         for key, failure in problems:
             error = typed(failure)
             if isinstance(error, errors.LogUnidentified):  # of an unknown partition: see `joined`
@@ -128,7 +130,10 @@ class ReplicaCreator:
     async def give_up_strays(self) -> None:
         """Rename the strays, once every known log is open (N1, broker/metadata_publisher M3)."""
         try:
-            kept = await self._manager.discard_strays()
+            kept, discarded = await self._manager.discard_strays()
+            if discarded:
+                why = "deleted, or moved away, while this broker was away"
+                self._say_many("directories_discarded", discarded, why)
             for where in kept:
                 self._keep(where, "a partition that these metadata never knew")
         except errors.PkError as error:
@@ -137,13 +142,13 @@ class ReplicaCreator:
     def _gone(self, found: Identity) -> bool:
         """Whether the image gives this broker no replica of that log's partition (rule L15).
 
-        False if the log is of another cluster, or newer than the image.  This method only reads the
-        image, so a write lane may call it too.
+        False if the log is of another cluster or of another branch of its metadata log, or newer
+        than the image.  This method only reads the image, so a write lane may call it too.
         """
         image = self._metadata.image
-        if (found.cluster_id, found.genesis) != (self._manager.cluster_id, image.genesis):
+        if found.cluster_id != self._manager.cluster_id:
             return False
-        if not 0 <= found.created <= image.offset:
+        if not image.has_reached(found.genesis, found.created):
             return False
         state = image.partition(found.key)
         return state is None or self._env.node_id not in state.replicas
@@ -152,6 +157,10 @@ class ReplicaCreator:
         """The directory that the image names for the replica here; "" = none (rule R11)."""
         state = self._metadata.image.partition(key)
         return "" if state is None else state.directory_of(self._env.node_id)
+
+    def _say_many(self, event: str, directories: list[str], why: str) -> None:
+        facts = {"directories": directories[:20], "count": len(directories), "why": why}
+        self._env.warn(event, **facts)
 
     def _keep(self, where: str, why: str) -> None:
         self._env.metrics.kept_directories.inc()
@@ -250,7 +259,7 @@ class ReplicaCreator:
         image = self._metadata.image
         tp = TopicPartition(image.topics[key.topic_id].name, key.partition)
         return NewPartition(
-            tp, key.topic_id, config, again, image.genesis, image.offset, self._named(key)
+            tp, key.topic_id, config, again, image.origin, image.offset, self._named(key)
         )
 
     async def clear_operator_mark(self, key: PartitionKey) -> None:

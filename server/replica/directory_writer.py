@@ -13,6 +13,7 @@ Invariants
       `room` waits, and so do the produce streams that would add more: a full queue delays its
       senders and never grows.
   W3  A partition that fails does not stop the other partitions of its round.
+  W4  The epoch files of a round are replaced together, before its work (log/epoch_files).
 """
 
 from __future__ import annotations
@@ -20,20 +21,28 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from pk import limits
 from pk.log.batch_cache import BatchCache
-from pk.log.storage import Disk
+from pk.log.epoch_files import EpochFile, replace_together
+from pk.log.storage import Disk, Storage
 from pk.server.replica.space import DirectorySpace
 from pk.tasks import TaskRegistry
+
+
+class Round(NamedTuple):
+    """What one partition writes in a round."""
+
+    work: Callable[[], Any]
+    epochs: EpochFile | None = None  #: to be replaced before the work
 
 
 class Appender(Protocol):
     """A partition as the writer sees it."""
 
-    def take_round(self) -> Callable[[], Any] | None:
-        """Return the work that writes everything decided so far; None = nothing is left to write.
+    def take_round(self) -> Round | None:
+        """Return what writes everything decided so far; None = nothing is left to write.
 
         The writer runs the work.
         """
@@ -114,14 +123,14 @@ class LogDirWriter:
         try:
             while self._dirty:
                 dirty, self._dirty = self._dirty, {}
-                work = [(each, run) for each in dirty if (run := each.take_round()) is not None]
-                if not work:
+                taken = [(each, one) for each in dirty if (one := each.take_round()) is not None]
+                if not taken:
                     self._end_of_round()
                     continue
                 self.rounds += 1
-                self._current = {each: None for each, _ in work}
-                outcomes = await self._run_round([run for _, run in work])
-                for (appender, _), (outcome, failure) in zip(work, outcomes, strict=True):
+                self._current = {each: None for each, _ in taken}
+                outcomes = await self._run_round([one for _, one in taken])
+                for (appender, _), (outcome, failure) in zip(taken, outcomes, strict=True):
                     try:
                         appender.end_round(outcome, failure)
                     except Exception as bug:  # W3
@@ -140,21 +149,20 @@ class LogDirWriter:
             if not waiter.done():
                 waiter.set_result(None)
 
-    async def _run_round(
-        self, work: list[Callable[[], Any]]
-    ) -> list[tuple[Any, BaseException | None]]:
+    async def _run_round(self, taken: list[Round]) -> list[tuple[Any, BaseException | None]]:
         try:
-            return await self.disk.write(lambda: _run_all(work))
+            return await self.disk.write(lambda: _run_all(self.disk.storage, taken))
         except Exception as failure:  # the writer itself is gone: nothing of this round was written
-            return [(None, failure)] * len(work)
+            return [(None, failure)] * len(taken)
 
 
-def _run_all(work: list[Callable[[], Any]]) -> list[tuple[Any, BaseException | None]]:
+def _run_all(storage: Storage, taken: list[Round]) -> list[tuple[Any, BaseException | None]]:
     """Run the work of each partition in the writer; each has its own outcome or error (W3)."""
+    replace_together(storage, [each.epochs for each in taken if each.epochs is not None])  # W4
     outcomes: list[tuple[Any, BaseException | None]] = []
-    for run in work:
+    for each in taken:
         try:
-            outcomes.append((run(), None))
+            outcomes.append((each.work(), None))
         except Exception as failure:
             outcomes.append((None, failure))
     return outcomes

@@ -116,6 +116,13 @@ class BrokerMetrics:
             "group_lag_max", "the same, of the partition with the largest lag", ("group",)
         )
 
+        self.retention_holds = gauge(
+            "retention_holds", "holds of queries on partitions that this broker leads"
+        )
+        self.retention_holds_fallen = metrics.counter(
+            "retention_holds_fallen_total", "holds of queries that fell at a bound (see the log)"
+        )
+
     def _add_transactions(self, metrics: Metrics) -> None:
         """Create the gauges of open transactions."""
         gauge = metrics.gauge

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -28,13 +28,14 @@ from pk import errors
 from pk.log import batch as batches
 from pk.log.batch import Header
 from pk.log.divergence import Divergence, StartAt, find_divergence, reader_divergence
+from pk.log.epoch_files import epoch_file_of
 from pk.log.partition_log import PartitionLog
 from pk.log.plan import Completion, Duplicate, Now
 from pk.log.storage import Buffer
 from pk.server.metadata.image import PartitionState
 from pk.server.replica.delayed_produce import DelayedProduce
 from pk.server.replica.deletions import Deletions
-from pk.server.replica.directory_writer import LogDirWriter
+from pk.server.replica.directory_writer import LogDirWriter, Round
 from pk.server.replica.host import Host
 from pk.server.replica.leader import ACKS_ALL, Leader
 from pk.server.replica.offset_checks import check_position, offset_violations
@@ -273,14 +274,13 @@ class Partition:
 
     # -- the writer (directory_writer.Appender) ----------------------------------------------------
 
-    def take_round(self) -> Callable[[], Any] | None:
-        """Return the work that writes everything decided since the last round; None = nothing."""
+    def take_round(self) -> Round | None:
+        """Return what writes everything decided since the last round; None = nothing."""
         assert self._plan is None, "one round at a time"
-        plan = self.log.take_writes()
+        self._plan = plan = self.log.take_writes()
         if plan is None:
             return None
-        self._plan = plan
-        return partial(self.log.perform, plan)
+        return Round(partial(self.log.perform, plan), epoch_file_of(self.log.path, plan))
 
     def end_round(self, outcome: Any, failure: BaseException | None) -> None:
         """Complete a round of the writer: move the high watermark and answer, or undo."""

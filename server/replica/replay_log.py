@@ -46,6 +46,8 @@ DECODED_BYTES_MAX = 64 * limits.MIB
 PARKED_MS = 30_000
 #: How long appends are refused after a write that found no room (J5).
 FULL_MS = 1_000
+#: How long a replay waits after a read that found no descriptor.
+READ_AGAIN_MS = 100
 
 R = TypeVar("R")
 
@@ -278,6 +280,14 @@ class PartitionReplayLog(Generic[R]):
 
     async def _read(self, offset: Offset) -> _Piece:
         """Read the rows at and above `offset`.  Records that were deleted meanwhile are skipped."""
+        while True:
+            try:
+                return await self._read_once(offset)
+            except errors.StorageFull:  # no descriptor for the read: this passes (log/storage D2)
+                self._check_leads()
+                await self._clock.sleep_ms(READ_AGAIN_MS)
+
+    async def _read_once(self, offset: Offset) -> _Piece:
         partition, log = self._partition, self._partition.log
         try:
             return await partition.writer.disk.read(

@@ -66,11 +66,12 @@ class TierClient:
         return frame.payload, next_offset
 
     async def offset_for_time(
-        self, partition: Partition, timestamp_ms: int
+        self, partition: Partition, timestamp_ms: int, *, known: bool = False
     ) -> wire.TierOffsetForTimeReply:
         """Return the first tiered offset >= log_start with a timestamp >= `timestamp_ms` (T11).
 
-        NONE only if the tier has searched everything below the local log.
+        NONE only if the tier has searched everything below the local log.  known: search the
+        version that the tier process knows, which other engines may have changed since.
         """
         request = wire.TierOffsetForTimeRequest(
             topic_id=partition.key.topic_id,
@@ -79,6 +80,7 @@ class TierClient:
             timestamp_ms=timestamp_ms,
             from_offset=partition.log.log_start,
             end_offset=partition.log.local_log_start,
+            known=known,
         )
         frame = await self._call(request, self._fetch_wait_ms)
         return frame.head.tier_offset_for_time_reply

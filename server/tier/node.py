@@ -28,6 +28,7 @@ from google.protobuf.message import Message
 import pk
 from pk import errors, limits, tracing
 from pk.backoff import Backoff, equal_jitter
+from pk.server.tier.offset_copier import OffsetCopier
 from pk.server.tier.resolver import BatchResolver, TableReader
 from pk.tasks import TaskRegistry
 from pk.tiering.damage import range_of
@@ -36,6 +37,7 @@ from pk.tiering.objects import ObjectStore
 from pk.tiering.owner import OwnerSettings
 from pk.tiering.plan import partition_state
 from pk.tiering.reader import TimeFound
+from pk.tiering.store_calls import StoreCalls
 from pk.tiering.table import TableFactory
 from pk.tiering.table_urls import prefixes_of
 from pk.tiering.topic_tier import TopicTier
@@ -78,8 +80,10 @@ class TierNode:
         metrics: tracing.Metrics | None = None,
         log: tracing.Log | None = None,
         evidence: TableReader | None = None,
+        calls: StoreCalls | None = None,
     ) -> None:
         self.world = world
+        self._calls = calls or StoreCalls()
         self.run = run
         self.problem: errors.PkError | None = errors.TierUnavailable("the store is being probed")
         self._tables = tables
@@ -121,6 +125,16 @@ class TierNode:
             self._bug,
         )
 
+        self.offset_copier = OffsetCopier(
+            world,
+            self._ask_broker,
+            store,
+            run.cluster_id,
+            int(run.server["tier_offsets_interval_ms"]),
+            log,
+            metrics,
+        )
+
     @property
     def address(self) -> str:
         assert self._listener is not None
@@ -154,7 +168,7 @@ class TierNode:
         )
 
     async def _ask_broker(self, request: Message) -> Any:
-        """Return the broker's reply to a request about transactions."""
+        """Return the broker's reply to a request of a client."""
         head = (await self._broker.call(request, timeout_ms=CALL_TIMEOUT_MS)).head
         name = head.WhichOneof("body")
         assert name is not None, head
@@ -192,6 +206,8 @@ class TierNode:
         await self._probe()
         self._tasks.spawn(self._report())
         self._tasks.spawn(self.merger.run())
+        if int(self.run.server["tier_offsets_interval_ms"]):
+            self._tasks.spawn(self.offset_copier.run())
         if self._metrics is not None:
             self._tasks.spawn(self._count(self._metrics))
         await self._poll()
@@ -379,6 +395,7 @@ class TierNode:
                 request.timestamp_ms,
                 request.from_offset,
                 request.end_offset,
+                known=request.known,
             )
         found = found or TimeFound(NONE, NONE, NONE)
         reply = wire.TierOffsetForTimeReply(
@@ -417,9 +434,13 @@ class TierNode:
         known.sort(key=lambda each: not each.led)  # of a re-created topic: the live one
         problem = self.problem
         if known:
+            await self.worker.look(known[0])
             self.worker.verify_files(known[0], request.suspects)
             problem = problem or _topic_problem(known[0])
             _fill(reply, known[0])
+        looked = bool(self._session[0]) and all(e.owner.looked or not e.led for e in known[:1])
+        if problem is None and reply.version == NONE and not looked:
+            problem = errors.TierUnavailable("the tier process has not read the table yet")
         reply.status = "ok" if problem is None else "problem"
         if isinstance(problem, errors.DamagedTierFile):
             reply.status = "damaged"
@@ -443,8 +464,15 @@ class TierNode:
         }
         damaged = metrics.gauge("tier_damaged_files", "data files that are missing or damaged now")
         missing = metrics.gauge("tier_rows_missing", "rows that other engines took from tables")
+        calls = metrics.counter(
+            "tier_store_calls", "requests to the object store since the start", ("operation",)
+        )
+        counted: dict[str, int] = {}
         while True:
             await self.world.clock.sleep_ms(METRICS_TICK_MS)
+            for operation, made in self._calls.made.items():
+                calls.labels(operation).inc(made - counted.get(operation, 0))
+                counted[operation] = made
             lacking = [each for topic in worker.topics.values() for each in topic.missing.values()]
             missing.set(sum(each.rows for each in lacking))
             cached.set(worker.reader.cached_bytes)
@@ -456,6 +484,7 @@ class TierNode:
 def owner_settings(server: Mapping[str, Any]) -> OwnerSettings:
     """Return the server's options for the table's owner."""
     return OwnerSettings(
+        refresh_max_ms=int(server["tier_refresh_max_ms"]),
         retry_backoff_ms=int(server["tier_retry_backoff_ms"]),
         vacuum_interval_ms=int(server["tier_vacuum_interval_ms"]),
         vacuum_retention_ms=int(server["tier_vacuum_retention_ms"]),
@@ -530,6 +559,7 @@ async def _serve_process(process: RoleContext) -> None:
         metrics=process.metrics,
         log=process.log,
         evidence=real.evidence,
+        calls=real.calls,
     )
     await node.start()
     http = await serve_metrics(process)

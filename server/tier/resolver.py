@@ -26,6 +26,7 @@ from google.protobuf.message import Message
 
 from pk import errors, limits, tracing
 from pk.clock import Clock
+from pk.tiering.table_decision import TableState, has_batch
 from pk.tiering.table_urls import is_listed, normal_url
 from pk.transactional_ids import FoundBy
 from pk.wire import frames
@@ -42,19 +43,6 @@ ABORTED_MAX = 1_000
 REPEAT_MS = 60_000
 
 
-class TableState(Protocol):
-    """What a table says of one application (tiering/table_evidence)."""
-
-    @property
-    def table_id(self) -> str: ...
-
-    @property
-    def version(self) -> int | None: ...
-
-    @property
-    def retention(self) -> str: ...
-
-
 class TableReader(Protocol):
     """Reads the newest version of a table, at a normal URL."""
 
@@ -63,23 +51,6 @@ class TableReader(Protocol):
 
 #: Asks the broker; raises its refusal.
 Ask = Callable[[Message], Awaitable[Any]]
-
-
-def has_batch(table: wire.PreparedTable, found: TableState) -> bool:
-    """Return whether the table has the batch (Y2).  Raises `InvalidTxnState` if it cannot tell."""
-    if found.table_id != table.table_id:
-        raise errors.InvalidTxnState(
-            f"{table.url} has Delta's table id {found.table_id} now, not {table.table_id}: the "
-            "table was created again"
-        )
-    if found.version is not None and found.version >= table.version:
-        return True
-    if found.retention:
-        raise errors.InvalidTxnState(
-            f"{table.url} drops txns after {found.retention} "
-            "(delta.setTransactionRetentionDuration), so the absence of one proves nothing"
-        )
-    return False
 
 
 class _Prepared(NamedTuple):

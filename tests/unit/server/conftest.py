@@ -89,6 +89,9 @@ class Image:
         self.topics: dict[str, Any] = {}
         self.configs: dict[tuple[str, str], dict[str, str]] = {}
 
+    def topic(self, name: str) -> Any:
+        return None
+
     def partition(self, key: PartitionKey) -> PartitionState | None:
         state = self.states.get(key)
         if state is None:
@@ -115,6 +118,7 @@ class Tier:
         self.fetches: list[tuple[str, int]] = []
         self.batches: Callable[[int], tuple[bytes, int]] | None = None
         self.times: Callable[[int], wire.TierOffsetForTimeReply] | None = None
+        self.known: list[bool] = []  #: look-ups by time: whether in a version that may be old
         self.missing: list[str] = []
         self.confirmed: list[tuple[int, int]] = []
         self.gate: asyncio.Event | None = None
@@ -128,8 +132,9 @@ class Tier:
         return self.batches(offset)
 
     async def offset_for_time(
-        self, partition: Partition, timestamp_ms: int
+        self, partition: Partition, timestamp_ms: int, *, known: bool = False
     ) -> wire.TierOffsetForTimeReply:
+        self.known.append(known)
         if self.times is None:
             raise errors.TierUnavailable("the store is down")
         return self.times(timestamp_ms)

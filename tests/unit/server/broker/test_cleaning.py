@@ -14,6 +14,7 @@ from pk.log.plan import RetentionPlan
 from pk.log.segment import CLEANED
 from pk.server.broker import cleaning
 from pk.server.broker.cleaning import STEP_SEGMENTS, UNCLEANABLE_MS, LogCleaner
+from pk.server.broker.clock_trust import Sample
 from pk.server.replica.partition import Partition
 from pk.world import StreamKind
 from tests.kit.in_process_cleaner import InProcessCleaner
@@ -29,7 +30,9 @@ def mine() -> InProcessCleaner:
 @pytest.fixture
 def cleaner(rig: Any, mine: InProcessCleaner) -> LogCleaner:
     core = rig.core
-    return LogCleaner(core.env, core.clocks, core.partitions, core.fetchers.changing, mine)
+    return LogCleaner(
+        core.env, core.clocks, core.partitions, core.fetchers.changing, mine, core.holds
+    )
 
 
 def compacted(rig: Any, number: int = 0, **config: Any) -> Partition:
@@ -225,6 +228,24 @@ def test_a_late_cleaning_is_void(
         mine.meanwhile = late
         assert not await cleaner.clean_one(mine)
         assert len(offsets(partition)) == 20
+
+    rig.run(story)
+
+
+def test_horizons_are_counted_by_the_median_of_the_nodes_clocks(
+    rig: Any, kit: Any, cleaner: LogCleaner, mine: InProcessCleaner
+) -> None:
+    """Rule C4: this clock is 50 s ahead of those of the other nodes, which is tolerated."""
+    compacted(rig)
+
+    async def story() -> None:
+        await write(rig, kit, 5)
+        clock, trust = rig.mine.clock, rig.core.clocks.trust
+        line_ms = clock.wall_ms() - clock.boottime_ms() - 50_000
+        trust.compare([Sample(2, line_ms, True), Sample(3, line_ms, True)], (1, 2, 3))
+        assert await cleaner.clean_one(mine)
+        (job,) = mine.jobs
+        assert job.cleaning.now_ms == pytest.approx(clock.wall_ms() - 50_000, abs=1_000)
 
     rig.run(story)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
+from pk.clock import MedianTime
 from pk.log.last_run import LastRun
 from pk.server.broker.clock_trust import ClockTrust, Doubt, Limits, Sample
 
@@ -249,6 +250,52 @@ def test_ten_minutes_ahead_of_the_others_is_no_gap_and_too_much() -> None:
     assert nodes[0].trust.skew_ms == 10 * 60 * SECOND
     assert nodes[0].trust.confirm() is Doubt.AHEAD
     assert exchange(nodes) == [Doubt.NONE] * 3
+
+
+def test_two_brokers_count_by_the_median_what_both_compare() -> None:
+    """Rule C4: one broker sets a delete horizon, and another removes the tombstone.  Two clocks
+    within the tolerance may differ by more than `delete_retention_ms`.
+    """
+    nodes = cluster()
+    nodes[0].start(off_ms=HOUR, reboot=True, step_ms=55 * SECOND)
+    for other in nodes[1:]:
+        other.passes(HOUR)
+    assert exchange(nodes) == [Doubt.NONE] * 3
+    right_ms = nodes[1].wall_ms
+    assert nodes[0].wall_ms == right_ms + 55 * SECOND
+    right = MedianTime(right_ms, right_ms)
+    assert [each.trust.median_time(each.wall_ms) for each in nodes] == [right] * 3
+    assert nodes[0].passes(7 * SECOND) is Doubt.NONE
+    assert nodes[0].trust.median_time(nodes[0].wall_ms) is None  # the other clocks are old readings
+    nodes[0].passes(step_ms=DAY)
+    assert nodes[0].trust.median_time(nodes[0].wall_ms) is None
+
+
+def test_half_of_the_clocks_may_be_wrong_for_what_two_brokers_compare() -> None:
+    """Rule C4: of three clocks, one is 148 s ahead, which its broker does not trust, and another
+    55 s, which is tolerated.  The median of the last two lies between them: both are returned.
+    """
+    nodes = cluster(3)
+    nodes[0].passes(step_ms=148 * SECOND)
+    nodes[1].passes(step_ms=55 * SECOND)
+    exchange(nodes)
+    right_ms = nodes[2].wall_ms
+    for node in nodes[1:]:
+        found = node.trust.median_time(node.wall_ms)
+        assert found == MedianTime(right_ms, right_ms + 55 * SECOND)
+    assert nodes[0].trust.median_time(nodes[0].wall_ms) is None
+    exchange(nodes[:2])  # one broker of three trusts its clock
+    assert nodes[1].trust.median_time(nodes[1].wall_ms) is None
+
+
+def test_a_clock_behind_the_others_counts_no_time_that_brokers_compare() -> None:
+    """Rule C4: its own clock is trusted, and all others are an hour ahead."""
+    nodes = cluster()
+    for other in nodes[1:]:
+        other.passes(step_ms=HOUR)
+    exchange(nodes)
+    assert nodes[0].trust.doubt is Doubt.NONE
+    assert nodes[0].trust.median_time(nodes[0].wall_ms) is None
 
 
 def test_who_was_off_for_a_week_agrees_with_those_that_ran() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from pk import errors, transactional_ids
+from pk.server.handlers.metadata import WATCHED_MAX
 from pk.types import PartitionKey
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import PROTOCOL, open_stream
@@ -52,6 +53,35 @@ def test_metadata_is_pushed_to_those_who_watch(cluster: Cluster) -> None:
         assert pushed[-1].topics[0].topic_id == topic_id
         assert [info.leader for info in pushed[-1].topics[0].partitions] == [1, 1]
         assert not any(topic.name == "other" for reply in pushed for topic in reply.topics)
+        await caller.close()
+
+    cluster.do(story())
+
+
+def test_a_stream_can_watch_more_topics(cluster: Cluster) -> None:
+    cluster.start()
+
+    async def story() -> None:
+        pushed: list[wire.MetadataReply] = []
+        caller = cluster.caller(on_push=lambda frame: pushed.append(frame.head.metadata_reply))
+        more = wire.MetadataRequest(topics=["second"], watch=True, adds=True)
+        with pytest.raises(errors.InvalidRequest, match="watches no topics yet"):
+            await caller.call(more, timeout_ms=1_000)
+        one = wire.MetadataRequest(topics=["first"], watch=True)
+        await caller.call(one, timeout_ms=1_000)
+        reply = (await caller.call(more, timeout_ms=1_000)).head.metadata_reply
+        assert [each.name for each in reply.topics] == ["second"]
+        for name in ("first", "second"):
+            await cluster.create(name)
+            await cluster.client.clock.sleep_ms(100)
+            assert [each.name for each in pushed[-1].topics] == ["first", "second"]
+            (info,) = [each for each in pushed[-1].topics if each.name == name]
+            assert not info.HasField("error")
+        many = [f"t{number}" for number in range(WATCHED_MAX)]
+        with pytest.raises(errors.InvalidRequest, match="ask for all topics"):
+            await caller.call(
+                wire.MetadataRequest(topics=many, watch=True, adds=True), timeout_ms=10_000
+            )
         await caller.close()
 
     cluster.do(story())

@@ -149,8 +149,11 @@ def test_topic_retention_counts_tier_and_local_log_together(
         assert (partition.log.log_start, partition.log.local_log_start) == (0, 4)
         rig.tier.times = at
         await visit(scheduler, partition)
-        assert asked == [rig.mine.clock.wall_ms() - HOUR]
+        assert asked == 2 * [rig.mine.clock.wall_ms() - HOUR]
+        assert rig.tier.known[-2:] == [True, False]
         assert (partition.log.log_start, partition.log.local_log_start) == (2, 4)
+        await visit(scheduler, partition)
+        assert rig.tier.known[-1], "log_start does not move: no look at the table is needed"
         assert rig.manager.log_start_checkpoints >= 1
 
     rig.run(story)
@@ -193,6 +196,9 @@ def test_retention_bytes_counts_what_both_hold_once(
         covered(partition, 4)
         await visit(scheduler, partition)
         await visit(scheduler, partition)
+        assert partition.log.log_start == 0, "the newest version of the table is not known"
+        rig.tier.times = lambda timestamp_ms: wire.TierOffsetForTimeReply(offset=NONE)
+        await visit(scheduler, partition)
         kept = (partition.log.written_end - partition.log.log_start) * 12_000
         assert 36_000 <= kept <= 48_000
 
@@ -205,6 +211,7 @@ def test_retention_bytes_counts_what_both_hold_once(
         ({"retention_ms": HOUR}, "report"),
         ({"retention_ms": HOUR}, "answer"),
         ({"retention_ms": -1, "retention_bytes": 12_000}, "report"),
+        ({"retention_ms": -1, "retention_bytes": 12_000}, "answer"),
     ],
 )
 def test_retention_stops_at_rows_missing_from_the_table(

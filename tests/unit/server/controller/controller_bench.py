@@ -120,7 +120,7 @@ class Bench:
         ids = tuple(f"id{self.next_id + n}" for n in range(len(topics)))
         self.next_id += len(topics)
         request = wire.CreateTopicsRequest(topics=topics, validate_only=validate_only)
-        reply = self.do(c.CreateTopics(request, ids))
+        reply = self.do(c.CreateTopics(request, ids, dict(self.reports)))
         assert reply.metadata_offset == self.image.offset
         return list(reply.results)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pk.clock import MedianTime
 from pk.server.controller.clocks import Clocks
 from pk.wire import pk_pb2 as wire
 
@@ -119,12 +120,14 @@ def test_the_skew_is_of_the_median() -> None:
 def test_the_time_is_the_median_of_the_clocks_that_brokers_trust() -> None:
     """A maintenance job compares lags and delete horizons with it (C4)."""
     known = clocks()
-    assert known.trusted_ms(WALL, 0) is None
+    assert known.trusted_time(WALL, 0, 3) is None
     tell(known, 2, DAY, trusted=False)
-    assert known.trusted_ms(WALL, 0) is None
+    assert known.trusted_time(WALL, 0, 3) is None
     tell(known, 3, 40)
-    assert known.trusted_ms(WALL, 0) == WALL + 40
+    assert known.trusted_time(WALL, 0, 3) is None  # one broker of three
+    assert known.trusted_time(WALL, 0, 1) == MedianTime(WALL + 40, WALL + 40)
     tell(known, 1, 0)
-    assert known.trusted_ms(WALL, 0) == WALL + 20
-    assert known.trusted_ms(WALL + DAY, 0) == WALL + 40  # this clock was set meanwhile
-    assert known.trusted_ms(WALL, 6_001) is None  # the readings are old
+    assert known.trusted_time(WALL, 0, 3) == MedianTime(WALL, WALL + 40)
+    set_meanwhile = known.trusted_time(WALL + DAY, 0, 1)  # this node's clock
+    assert set_meanwhile == MedianTime(WALL + 40, WALL + 40)
+    assert known.trusted_time(WALL, 6_001, 3) is None  # the readings are old

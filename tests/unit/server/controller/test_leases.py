@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pk import errors
-from pk.client.maintenance_lease import lowest_starts
+from pk.client.maintenance_lease import lowest_holds, lowest_starts
 from pk.server.controller import commands as c
 from pk.server.controller.leases import RenewedLeases
 from pk.server.metadata.image import MetadataImage
@@ -148,3 +148,19 @@ def test_the_lowest_local_start_counts_every_assigned_replica() -> None:
     views[3] = wire.DescribePartitionsReply(partitions=[state(1, 70, [1, 3, 4])])
     assert lowest_starts("t", views)[1] == 0  # it knows of a replica that is being added
     assert lowest_starts("other", views) == {}
+
+
+def test_a_job_knows_the_lowest_hold_of_each_partition_or_does_not_run() -> None:
+    def view(*states: tuple[int, int, int | None]) -> wire.DescribePartitionsReply:
+        reply = wire.DescribePartitionsReply()
+        for partition, leader, hold in states:
+            reply.partitions.add(
+                topic_id="t", partition=partition, leader=leader, retention_hold=hold
+            )
+        return reply
+
+    views = {1: view((0, 1, 40), (1, 2, None)), 2: view((0, 1, 30), (1, 2, None))}
+    assert lowest_holds("t", views, [0, 1]) == {0: 30}
+    for asked, missing in (([0, 1], {1: views[1]}), ([0, 1, 2], views)):
+        with pytest.raises(errors.BrokerUnavailable, match="retention holds"):
+            lowest_holds("t", missing, asked)

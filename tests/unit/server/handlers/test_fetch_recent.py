@@ -12,6 +12,7 @@ import pytest
 
 from pk import errors
 from pk.log import batch as batches
+from pk.log import columns
 from pk.log.batch_cache import APPEND_BYTES_MAX
 from pk.world import Stream, StreamKind
 
@@ -236,5 +237,26 @@ def test_a_failed_directory_answers_with_its_error(rig: Any, kit: Any) -> None:
         rig.core.failures.storage_failed(partition, errors.StorageFailed("I/O error"))
         reply, payload = await kit.fetched(stream)
         assert (reply.partitions[0].error.code, len(payload)) == (errors.StorageFailed.code, 0)
+
+    rig.run(story)
+
+
+@pytest.mark.parametrize("cleanup_policy", ["delete", "compact"])
+def test_an_answer_says_whether_its_batches_follow_each_other(
+    rig: Any, kit: Any, cleanup_policy: str
+) -> None:
+    """Rule L9: readers then notice a batch that claims another place."""
+    rig.partition(cleanup_policy=cleanup_policy)
+
+    async def story() -> None:
+        producer = await rig.stream(StreamKind.PRODUCE)
+        raw = b"".join(columns.encode_lists([b"v"], [b"k"], default_timestamp=1000))
+        await producer.send(kit.produce((0, raw), acks=1))
+        assert not (await kit.results(producer, 1))[0].HasField("error")
+        stream = await rig.stream(StreamKind.FETCH)
+        await stream.send(kit.fetch(kit.position()))
+        reply, payload = await kit.fetched(stream)
+        assert offsets(payload) == [0]
+        assert reply.partitions[0].dense == (cleanup_policy == "delete")
 
     rig.run(story)

@@ -69,8 +69,13 @@ class Client:
             reply = await self.call(request)
         return [each for topic in reply.partitions for each in topic.partitions]
 
-    async def heartbeat(self, member: str, generation: int) -> None:
-        await self.call(wire.GroupHeartbeatRequest(member=asked(member, generation)))
+    async def heartbeat(self, member: str, generation: int, wait_ms: int = 0) -> None:
+        request = wire.GroupHeartbeatRequest(member=asked(member, generation), wait_ms=wait_ms)
+        await self.call(request)
+
+    def waits(self, member: str, generation: int, wait_ms: int = 900) -> asyncio.Task[None]:
+        """A heartbeat that waits for news."""
+        return asyncio.ensure_future(self.heartbeat(member, generation, wait_ms))
 
     async def commit(self, topic_id: str, offset: int, member: str, generation: int) -> None:
         request = wire.OffsetCommitRequest(member=asked(member, generation))
@@ -146,6 +151,137 @@ def test_a_silent_member_is_removed_after_its_session(make_cluster: Any) -> None
             await client.heartbeat("b", generation)
         with pytest.raises(errors.UnknownMemberId):
             await client.commit(topic_id, 9, "b", generation)
+        await client.caller.close()
+
+    cluster.do(story())
+
+
+def test_a_heartbeat_waits_for_news_and_no_longer_than_a_part_of_the_session(
+    make_cluster: Any,
+) -> None:
+    """Rule P5, and server/groups/coordinator N10: the wait renews no session."""
+    cluster = make_cluster(**SETTINGS)
+    cluster.start()
+    clock = cluster.client.clock
+
+    async def story() -> None:
+        topic_id = await cluster.create("t", 2)
+        client = Client(cluster)
+        generation = await client.pair(topic_id)
+        for wait_ms, least_ms, most_ms in ((0, 0, 20), (400, 400, 450), (9_000, 1_000, 1_050)):
+            began_ms = clock.monotonic_ms()
+            await client.heartbeat("a", generation, wait_ms)
+            assert least_ms <= clock.monotonic_ms() - began_ms <= most_ms
+        with pytest.raises(errors.InvalidRequest):
+            await client.heartbeat("a", generation, -1)
+        waiting = client.waits("a", generation)
+        await clock.sleep_ms(600)
+        (found,) = (await client.call(wire.DescribeGroupsRequest(group_ids=[ID]))).groups
+        assert found.members[0].heard_ago_ms >= 550
+        began_ms = clock.monotonic_ms()
+        joining = asyncio.ensure_future(client.join("c"))
+        with pytest.raises(errors.RebalanceInProgress):
+            await waiting
+        assert clock.monotonic_ms() - began_ms < 50
+        with pytest.raises(errors.RebalanceInProgress):  # known already: it does not wait
+            await client.heartbeat("b", generation, 900)
+        assert clock.monotonic_ms() - began_ms < 50
+        joining.cancel()
+        await client.caller.close()
+
+    cluster.do(story())
+
+
+def test_a_second_heartbeat_takes_the_place_of_the_one_that_waits(make_cluster: Any) -> None:
+    """server/groups/waiting_heartbeats W1."""
+    cluster = make_cluster(**SETTINGS)
+    cluster.start()
+
+    async def story() -> None:
+        topic_id = await cluster.create("t", 2)
+        client = Client(cluster)
+        generation = await client.pair(topic_id)
+        first = client.waits("a", generation)
+        await cluster.client.clock.sleep_ms(20)
+        second = client.waits("a", generation)
+        await cluster.client.clock.sleep_ms(20)
+        assert first.done()
+        assert not second.done()
+        (hosted,) = (each for each in cluster.broker.core.groups._hosted.values() if each.groups)
+        assert len(hosted.heartbeats) == 1
+        await client.caller.close()
+        with pytest.raises(errors.BrokerUnavailable):
+            await second
+        await cluster.client.clock.sleep_ms(20)
+        assert len(hosted.heartbeats) == 0, "the stream was lost, and the wait ended"
+
+    cluster.do(story())
+
+
+def test_a_removed_or_replaced_member_learns_it_while_its_heartbeat_waits(
+    make_cluster: Any,
+) -> None:
+    cluster = make_cluster(**SETTINGS)
+    cluster.start()
+
+    async def story() -> None:
+        await cluster.create("t", 2)
+        client, other = Client(cluster), Client(cluster)
+        generation = (await client.join("old", instance="1")).generation
+        sync = wire.SyncGroupRequest(member=asked("old", generation, "1"))
+        sync.assignment.members.add(member_id="old")
+        await client.call(sync)
+        request = wire.GroupHeartbeatRequest(member=asked("old", generation, "1"), wait_ms=900)
+        waiting = asyncio.ensure_future(client.call(request))
+        await cluster.client.clock.sleep_ms(20)
+        await other.join("new", instance="1")
+        with pytest.raises(errors.FencedInstanceId):
+            await waiting
+        request.member.CopyFrom(asked("new", generation, "1"))
+        waiting = asyncio.ensure_future(client.call(request))
+        await cluster.client.clock.sleep_ms(20)
+        await other.call(wire.LeaveGroupRequest(group_id=ID, members=[request.member]))
+        with pytest.raises(errors.UnknownMemberId):
+            await waiting
+        await other.call(wire.DeleteGroupsRequest(group_ids=[ID]))
+        with pytest.raises(errors.UnknownMemberId):
+            await client.call(request)
+        await client.caller.close()
+        await other.caller.close()
+
+    cluster.do(story())
+
+
+def test_heartbeats_that_wait_end_with_the_leadership_and_the_contact(make_cluster: Any) -> None:
+    cluster = make_cluster(**SETTINGS)
+    cluster.start()
+
+    async def story() -> None:
+        topic_id = await cluster.create("t", 2)
+        client = Client(cluster)
+        generation = await client.pair(topic_id)
+        groups = cluster.broker.core.groups
+        waiting = client.waits("a", generation)
+        await cluster.client.clock.sleep_ms(20)
+        contact = groups._contact
+        groups._contact = type("Away", (), {"in_contact": lambda self: False})()
+        with pytest.raises(errors.CoordinatorUnavailable):
+            await waiting
+        groups._contact = contact
+        request = wire.GroupHeartbeatRequest(member=asked("a", generation), wait_ms=900)
+        again = asyncio.ensure_future(client.caller.call(request, timeout_ms=20_000))
+        await cluster.client.clock.sleep_ms(20)
+        number = partition_of_group(ID)
+        core = cluster.broker.core
+        key = next(
+            each.key for each in core.partitions.values()
+            if each.topic == TOPIC and each.key.partition == number
+        )  # fmt: skip
+        began_ms = cluster.client.clock.monotonic_ms()
+        core.partitions[key].step_down(NONE)
+        with pytest.raises(errors.NotCoordinator):
+            await again
+        assert cluster.client.clock.monotonic_ms() - began_ms < 50
         await client.caller.close()
 
     cluster.do(story())

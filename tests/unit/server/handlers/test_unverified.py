@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pk import errors, transactional_ids
+from pk.log import batch as batches
 from pk.log.control_rows import Marker
 from pk.server.replica.markers import write_markers
 from pk.server.transactions.verifier import Asked
@@ -130,6 +131,34 @@ def test_a_transaction_that_still_ends_is_asked_about_again(rig: Any, kit: Any) 
         await stream.send(kit.produce((0, transactional(kit, 0, epoch=2))))
         answered = (await kit.results(stream, 1))[0]
         assert code(answered) == errors.ConcurrentTransactions.code
+        stream.close()
+
+    rig.run(story)
+
+
+@pytest.mark.parametrize(
+    ("pid", "control"), [(5, False), (PID, True), (-1, True)], ids=["plain id", "control", "none"]
+)
+def test_what_no_coordinator_can_be_asked_about_is_refused_at_once(
+    rig: Any, kit: Any, pid: int, control: bool
+) -> None:
+    """A batch with another producer's id, and a marker that a client forges (X6)."""
+    partition = rig.partition()
+
+    async def story() -> None:
+        coordinator = Coordinator(rig)
+        raw = transactional(kit, 0, pid=max(pid, 0))
+        header = batches.read_header(raw)._replace(producer_id=pid)
+        if control:
+            header = header._replace(attributes=header.attributes | batches.CONTROL)
+        if pid < 0:
+            header = header._replace(producer_epoch=-1, base_sequence=-1)
+        raw = b"".join(batches.seal(header, [raw[batches.HEADER_BYTES :]]))
+        stream = await rig.stream(StreamKind.PRODUCE)
+        await stream.send(kit.produce((0, raw)))
+        assert code((await kit.results(stream, 1))[0]) == errors.InvalidRecord.code
+        assert coordinator.asked == []
+        assert partition.log.log_end == 0
         stream.close()
 
     rig.run(story)

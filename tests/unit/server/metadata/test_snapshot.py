@@ -12,11 +12,18 @@ from hypothesis import strategies as st
 
 from pk import errors
 from pk.server.metadata import snapshot
-from pk.server.metadata.image import BrokerState, MetadataImage, PartitionState, TopicState
+from pk.server.metadata.image import (
+    TERMS_MAX,
+    BrokerState,
+    MetadataImage,
+    PartitionState,
+    TopicState,
+)
 from pk.server.metadata.record_serde import MetadataRecordSerde
 from pk.server.raft.snapshot_framing import check
 from pk.server.raft.snapshot_id import SnapshotId, file_name, id_of
 from pk.server.raft.voters import voters_of
+from pk.wire import pk_pb2 as wire
 from tests.unit.server.metadata.metadata_records import VOTERS, Historian, history, order
 
 
@@ -75,7 +82,7 @@ def test_a_field_that_is_added_to_the_image_is_added_to_the_snapshot() -> None:
     """
     assert [each.name for each in fields(MetadataImage)] == [
         "offset", "cluster_id", "genesis", "brokers", "topics", "topic_ids", "configs",
-        "next_producer_id", "features", "leader_id", "leader_epoch", "voters", "purges",
+        "next_producer_id", "features", "leader_id", "leader_epoch", "terms", "voters", "purges",
         "assigned", "leaderless", "_ids",
     ]  # fmt: skip
     topic = ["name", "topic_id", "partitions", "request_id"]
@@ -86,6 +93,33 @@ def test_a_field_that_is_added_to_the_image_is_added_to_the_snapshot() -> None:
     ):
         names = {each.name for each in fields(made)} - {"changed_offset"}
         assert names <= {each.name for each in row.DESCRIPTOR.fields}
+
+
+def test_an_offset_of_another_branch_of_the_log_is_not_reached() -> None:
+    """Rule L15: a restored metadata log goes on in a later term, and soon ends behind the offsets
+    that its lost part had.
+    """
+    story = history(3, 20)
+    before, offset = story.image.origin, story.image.offset
+    assert story.image.has_reached(before, offset)
+    assert not story.image.has_reached(before, offset + 5), "the image is older"
+    assert not story.image.has_reached("other" + before, offset)
+    epoch = story.image.leader_epoch
+    for _ in range(3):
+        epoch += 1
+        story.say(wire.LeaderChangeRecord(leader_id=1, epoch=epoch, voters=[1]))
+        story.go_on(5)
+    again = loaded(encoded(story.image))
+    for image in (story.image, again):
+        assert image.has_reached(before, offset)
+        assert not image.has_reached(before, offset + 5), "another term stands there"
+        assert image.has_reached("genesis", offset), "an older build kept no term"
+        assert image.has_reached(image.origin, image.offset)
+    for _ in range(TERMS_MAX):
+        epoch += 1
+        story.say(wire.LeaderChangeRecord(leader_id=1, epoch=epoch, voters=[1]))
+    assert len(story.image.terms) == TERMS_MAX
+    assert not story.image.has_reached(before, offset), "it is not known any more"
 
 
 def _broker() -> BrokerState:

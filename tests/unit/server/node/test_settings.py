@@ -46,6 +46,14 @@ def test_refusals(flags: dict[str, Any], text: str) -> None:
         resolve({}, {}, flags)
 
 
+@pytest.mark.parametrize("given", [5, ["/a", 5], {"a": "b"}])
+def test_a_directory_is_a_path(given: Any) -> None:
+    with pytest.raises(
+        errors.InvalidConfig, match="dir is the path of a data directory, or a list"
+    ):
+        resolve({"dir": given}, {}, {})
+
+
 def test_compaction_is_no_default() -> None:
     with pytest.raises(errors.UnsupportedFeature, match="single topics"):
         resolve({}, {}, {"cleanup_policy": "compact"})

@@ -143,3 +143,48 @@ def test_the_runner_of_maintenance_schedules_starts_after_the_ready_line(
     asyncio.run(main())
     runner = "pk.cli maintenance runner --bootstrap 127.0.0.1:7 --supervised --master local[1]"
     assert events[:3] == [f"pk.server broker --run {tmp_path}", "ready", runner]
+
+
+@pytest.mark.parametrize("stubborn", ["broker", "controller"])
+def test_a_process_that_does_not_end_is_killed_and_named(
+    stubborn: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("pk.server.node.supervisor.CONTROLLER_STOP_MS", 50)
+    config: Any = SimpleNamespace(
+        run_dir=str(tmp_path), roles=("controller", "broker"), tier_url="",
+        server={"maintenance_runner": False, "shutdown_timeout_ms": 50},
+    )  # fmt: skip
+    lines = StringIO()
+
+    class Stubborn(LivingProcess):
+        def send_signal(self, number: int) -> None:
+            self.signals.append(number)
+            if number == signal.SIGKILL:
+                self.stdout.feed_eof()
+
+    async def main() -> tuple[int, dict[str, FakeProcess]]:
+        supervisor = Supervisor(
+            config, log=tracing.Log("supervisor", lambda: 0, lines), on_ready=lambda _: None
+        )
+        started: dict[str, FakeProcess] = {}
+
+        async def start(*command: str, **_options: Any) -> Any:
+            role = command[3]
+            kind = Stubborn if role == stubborn else LivingProcess
+            started[role] = kind(b"")
+            return started[role]
+
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+        for role in config.roles:
+            supervisor._keepers.spawn(supervisor._keep(supervisor.children[role]), role)
+        while len(started) < 2:
+            await asyncio.sleep(0)
+        supervisor.request_stop()
+        return await supervisor._drain(), started
+
+    code, started = asyncio.run(main())
+    assert code == 1
+    assert started[stubborn].signals == [signal.SIGTERM, signal.SIGKILL]
+    assert f"killed={stubborn} after_ms=50" in lines.getvalue()
+    (other,) = started.keys() - {stubborn}
+    assert started[other].signals == [signal.SIGTERM]

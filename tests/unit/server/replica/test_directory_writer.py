@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from pk.server.replica.directory_writer import LogDirWriter
+from pk.server.replica.directory_writer import LogDirWriter, Round
 from pk.sim.disk import SimStorage
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ class Appender:
         self.decided += size
         writer.submit(self, size)
 
-    def take_round(self) -> Callable[[], Any] | None:
+    def take_round(self) -> Round | None:
         size, self.decided = self.decided, 0
         if not size:
             return None
@@ -47,7 +47,7 @@ class Appender:
             return size
 
         self.size = size
-        return run
+        return Round(run)
 
     def end_round(self, outcome: Any, failure: BaseException | None) -> None:
         self.trace.append((self.name, outcome, type(failure).__name__))

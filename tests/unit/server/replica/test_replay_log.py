@@ -100,6 +100,34 @@ def test_a_host_serves_what_an_earlier_one_left(rig: Any) -> None:
     rig.run(story)
 
 
+def test_a_replay_goes_on_when_there_is_a_descriptor_again(
+    rig: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """log/storage D2: a lack of descriptors passes, and must not end a coordinator."""
+    partition = rig.partition()
+    refusals = [errors.StorageFull("too many open files")] * 3
+    read = replay_log._read_rows
+
+    def scarce(*given: Any) -> Any:
+        if refusals:
+            raise refusals.pop()
+        return read(*given)
+
+    async def story() -> None:
+        host = host_of(rig, log_of(rig, partition), [])
+        await host.start()
+        await host.ask([("a", 1), ("b", 2)])
+        await host.close()
+        monkeypatch.setattr(replay_log, "_read_rows", scarce)
+        again = host_of(rig, log_of(rig, partition), [])
+        await again.start()
+        assert not refusals
+        assert await again.ask("?") == {"a": 1, "b": 2}
+        await again.close()
+
+    rig.run(story)
+
+
 def test_a_reply_waits_for_the_high_watermark(rig: Any) -> None:
     """replica/replay_log J2: also a read, and also when the batch has left the purgatory."""
     partition = rig.partition(replicas=(1, 2))

@@ -185,6 +185,27 @@ def test_a_restart_finds_the_same_line(tiered: Cluster, kit: Any) -> None:
     tiered.world.run_until(lambda: partition_of(tiered, topic_id).tiered_end == 15)
 
 
+def test_a_tier_that_has_just_started_does_not_say_that_there_is_no_table(
+    tiered: Cluster, kit: Any
+) -> None:
+    """A caller that asks before the owner has read the table gets an error to retry."""
+    topic_id = tiered.do(tiered.create("flights", **QUICK))
+    tiered.do(produce(tiered, kit, topic_id, 12))
+    partition = partition_of(tiered, topic_id)
+    tiered.world.run_until(lambda: partition.tiered_end == 12)
+    node = tiered.tier
+
+    def said() -> wire.DescribeTierReply:
+        request = wire.DescribeTierRequest(topic="flights")
+        reply: wire.DescribeTierReply = tiered.do(node._describe(request, None))
+        return reply
+
+    assert (said().status, said().HasField("problem")) == ("ok", False)
+    node.worker.topics.clear()  # as at its start: the broker has told it no partitions yet
+    node._session = ("", 0)
+    assert said().problem.code == errors.TierUnavailable.code
+
+
 def test_the_tier_dies_and_the_hot_log_goes_on(tiered: Cluster, kit: Any) -> None:
     topic_id = tiered.do(tiered.create("flights", **QUICK))
     tiered.do(produce(tiered, kit, topic_id, 12))

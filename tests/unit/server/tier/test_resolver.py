@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from pk import errors
-from pk.server.tier.resolver import LOOK_AGAIN_MS, BatchResolver, has_batch
+from pk.server.tier.resolver import LOOK_AGAIN_MS, BatchResolver
 from pk.sim.world import SimWorld
+from pk.tiering.table_decision import has_batch
 from pk.tiering.table_urls import is_listed, normal_url, prefixes_of
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
