@@ -31,7 +31,7 @@ from pk.client.futures import SendFuture
 from pk.client.metadata import TopicMetadata
 from pk.client.partitioner import Sticky, ordered_by_partition, place
 from pk.client.record_set import Headers, OnDelivery, RecordSet, RecordSlice
-from pk.client.rows import RECORD_OVERHEAD, batch_limit, cuts_by_size, size_of, sizes
+from pk.client.rows import I64, RECORD_OVERHEAD, batch_limit, cuts_by_size, size_of, sizes
 from pk.client.waiting import Monitor, SpinLock
 from pk.clock import Clock
 from pk.types import NONE
@@ -250,28 +250,25 @@ class RecordAccumulator:
         keyless = chosen is None and rows.column("key").null_count == rows.num_rows
         reserved = records.size  # 0 = nothing yet
         whole = reserved or size_of(rows)
-        if keyless and whole is not None and whole <= min(limit, self._size_max):
-            slices = [RecordSlice(records, NONE, 0, rows.num_rows, rows, whole)]
-        else:
-            row_sizes = sizes(rows)
+        fits = whole is not None and whole <= min(limit, self._size_max)
+        row_sizes = None if fits else sizes(rows)
+        if row_sizes is not None:
+            whole = whole or int(row_sizes.sum())
             if not reserved:
                 check_size(self.topic, int(row_sizes.max()), self._size_max)
-            runs = [(NONE, 0, rows.num_rows)]
-            if not keyless:
-                total = whole if whole is not None else int(row_sizes.sum())
-                with self._sticky_lock:
-                    placed = place(rows, chosen, topic.partitions, self._sticky, available, total)
-                rows, order, runs = ordered_by_partition(rows, placed)
-                if order is not None:
-                    row_sizes = row_sizes[order]
-                    records.order, records.inverse = order, np.empty(len(order), np.int64)
-                    records.inverse[order] = np.arange(len(order))
-            slices = []
-            for partition, first, end in runs:
-                cuts = [first + cut for cut in cuts_by_size(row_sizes[first:end], limit)]
-                for start, stop in itertools.pairwise([first, *cuts]):
-                    part, size = rows.slice(start, stop - start), int(row_sizes[start:stop].sum())
-                    slices.append(RecordSlice(records, partition, start, stop - start, part, size))
+        assert whole is not None
+        placed: int | npt.NDArray[np.int32] = NONE
+        if not keyless:
+            with self._sticky_lock:
+                placed = place(rows, chosen, topic.partitions, self._sticky, available, whole)
+        if not isinstance(placed, int) and len(placed) == 1:
+            placed = int(placed[0])
+        if row_sizes is None and isinstance(placed, int):  # one batch: nothing to cut
+            slices = [RecordSlice(records, placed, 0, rows.num_rows, rows, whole)]
+        else:
+            slices = _cut(
+                records, rows, sizes(rows) if row_sizes is None else row_sizes, placed, limit
+            )
         records.size = sum(each.size for each in slices)
         if reserved:  # the slices must release exactly the bytes that were reserved
             slices[-1].size += reserved - records.size
@@ -281,6 +278,28 @@ class RecordAccumulator:
                 single = topic.partitions == 1
                 each.partition = 0 if single else self._sticky.take(available, each.size)
         records.split(slices)
+
+
+def _cut(
+    records: RecordSet,
+    rows: pa.RecordBatch,
+    row_sizes: I64,
+    placed: int | npt.NDArray[np.int32],
+    limit: int,
+) -> list[RecordSlice]:
+    """Cut rows into slices of one partition and at most `limit` bytes; note their new order."""
+    rows, order, runs = ordered_by_partition(rows, placed)
+    if order is not None:
+        row_sizes = row_sizes[order]
+        records.order, records.inverse = order, np.empty(len(order), np.int64)
+        records.inverse[order] = np.arange(len(order))
+    slices = []
+    for partition, first, end in runs:
+        cuts = [first + cut for cut in cuts_by_size(row_sizes[first:end], limit)]
+        for start, stop in itertools.pairwise([first, *cuts]):
+            part, size = rows.slice(start, stop - start), int(row_sizes[start:stop].sum())
+            slices.append(RecordSlice(records, partition, start, stop - start, part, size))
+    return slices
 
 
 def check_size(topic: str, size: int, size_max: int) -> None:

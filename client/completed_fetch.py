@@ -41,7 +41,7 @@ def rows_of(
         following = fetched.next_offset if whole else header.next_offset
         after = following if last else headers[index + 1][1].base_offset
         raw = view[at : at + header.length]
-        batches.check_place(header, before, after, first=not index)
+        batches.check_place(header, before, after, first=not index, dense=fetched.dense)
         before = header.next_offset
         # before any header field is used: a flipped attribute bit could hide the batch
         if check_crcs:

@@ -28,6 +28,8 @@ from pk.world import World
 GROUP, TRANSACTION = 0, 1
 #: The waits before the next attempt: markers are written within milliseconds.
 BACKOFF_MS = (20, 1_000)
+#: How long before its time-out a call raises the coordinator's retriable error.
+LAST_WORD_MS = 50
 #: These errors come from the coordinator itself; after any other, it is looked up again.
 _SAME_COORDINATOR = (
     errors.ConcurrentTransactions,
@@ -107,10 +109,13 @@ class CoordinatorCalls:
             if not groups[0].HasField("error"):
                 return reply
             error = frames.raise_error(groups[0].error)
-            if not error.retriable or self._world.clock.monotonic_ms() >= deadline_ms:
+            # The caller's own deadline would replace the reason by "no answer".
+            wait_ms = backoff.next_ms()
+            left_ms = deadline_ms - self._world.clock.monotonic_ms()
+            if not error.retriable or left_ms <= wait_ms + LAST_WORD_MS:
                 raise error
             self._address = None  # a part of the reply says so
-            await self._world.clock.sleep_ms(backoff.next_ms())
+            await self._world.clock.sleep_ms(wait_ms)
 
     async def _attempt(self, request: Message) -> Message:
         if self._address is None:

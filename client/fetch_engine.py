@@ -471,4 +471,5 @@ def _arrived(node: int, entry: wire.FetchedPartition, payload: memoryview) -> Fe
         entry.high_watermark,
         entry.last_stable_offset,
         entry.log_start,
+        entry.dense,
     )

@@ -293,7 +293,7 @@ class Fetcher:
         session.buffered += size
         fetched = CompletedFetch(
             state.place, state.position_id, event.node, event.payload, position, state.next,
-            event.aborted, event.high_watermark, event.last_stable_offset,
+            event.aborted, event.high_watermark, event.last_stable_offset, event.dense,
         )  # fmt: skip
         self._effects.append(Publish("data", fetched))
 
@@ -332,7 +332,7 @@ class Fetcher:
         state.backoff.reset()
         lost = CompletedFetch(
             state.place, state.position_id, NONE, memoryview(b""), state.next, state.next, (), NONE,
-            NONE, error,
+            NONE, loss=error,
         )  # fmt: skip
         self._effects.append(Publish("data", lost))
 

@@ -53,6 +53,7 @@ class FetchedPartition:
     high_watermark: int = NONE
     last_stable_offset: int = NONE
     log_start: int = NONE
+    dense: bool = False  #: each batch begins where the one before it ends
 
 
 @dataclass(slots=True)
@@ -141,6 +142,7 @@ class CompletedFetch:
     aborted: Sequence[AbortedTransaction]
     high_watermark: int
     last_stable_offset: int
+    dense: bool = False
     loss: errors.DataLoss | None = None
 
 

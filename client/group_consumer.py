@@ -121,7 +121,8 @@ class GroupConsumer(ABC):
     def committed(self, partition: TopicPartition, timeout_s: float | None = None) -> int | None:
         """Return the committed offset of a partition; None = the group has none.
 
-        timeout_s: seconds; None = default_api_timeout_ms.  Raises `RequestTimedOut`,
+        timeout_s: seconds; None = default_api_timeout_ms.  Raises `UnstableOffsetCommit` if an open
+        transaction holds the offset for so long (read_committed only), `RequestTimedOut`,
         `UnknownTopicOrPartition`, `InvalidRequest` without a group_id.
         """
         place = arguments.place(partition)

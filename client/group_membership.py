@@ -14,7 +14,8 @@ Invariants
       but it sends heartbeats, for at most max_poll_interval_ms after the last poll.
   M2  A partition that the member has lost is reported as lost: its commits would be refused.
   M3  Only its own period delays a heartbeat: no change of the metadata, no wait for a topic, no
-      change that waits, no coordinator that does not answer another request.
+      change that waits, no coordinator that does not answer another request.  It waits at the
+      coordinator for news of the group (rule P5); the next one follows, and after a join at once.
   M4  A refusal of a heartbeat or of a commit counts only for the member and the generation that
       asked, if the member is still in it.
 """
@@ -72,6 +73,7 @@ class GroupMembership:
         self._previous: tuple[PartitionKey, ...] = ()  #: the assignment of that generation
         self._leads = False
         self._asking = False  #: a join is on its way
+        self._joined = asyncio.Event()  #: since the last heartbeat began, a join has ended
         self._joining = False  #: a join or a sync is on its way
         self._rejoin = False  #: the group is being rebalanced
         self._refusal: errors.PkError | None = None  #: why the membership ends (M4)
@@ -353,6 +355,7 @@ class GroupMembership:
                     self._generation = reply.generation
                     self._leads = reply.leader == self._member_id
                     self._refusal = None
+                    self._joined.set()
                     return reply
         finally:
             self._asking = False
@@ -493,12 +496,32 @@ class GroupMembership:
                 return False  # no broker has answered for it
         return found != self._shared
 
+    def _wait_ms(self) -> int:
+        """Return how long a heartbeat waits for news.
+
+        Two lost heartbeats still leave a part of the session.
+        """
+        options = self._options
+        longest_ms: int = min(
+            options["session_timeout_ms"] // 3, options["request_timeout_ms"] // 2
+        )
+        return max(1, min(int(options["heartbeat_interval_ms"]), longest_ms))
+
     async def _beats(self) -> None:
-        """Send a heartbeat every heartbeat_interval_ms while the group has the member (M3)."""
+        """Send one heartbeat after the other while the group has the member (M3).
+
+        An answer that comes early has news that the member acts on, or is that of an older build.
+        So the next one is not sent before its time, unless the member has joined meanwhile.
+        """
+        clock = self._world.clock
         while True:
-            await self._world.clock.sleep_ms(self._options["heartbeat_interval_ms"])
+            self._joined.clear()
+            due_ms = clock.monotonic_ms() + self._wait_ms()
             if self._member_id and self._generation != NONE and not self._asking:
                 await self._beat()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout((due_ms - clock.monotonic_ms()) / 1000):
+                    await self._joined.wait()
 
     async def _beat(self) -> None:
         """Send a heartbeat; leave if the application has not polled for max_poll_interval_ms."""
@@ -512,9 +535,10 @@ class GroupMembership:
             )
             self.refused(late, who)
             return
-        request = wire.GroupHeartbeatRequest(member=asked(who))
+        wait_ms = self._wait_ms()
+        request = wire.GroupHeartbeatRequest(member=asked(who), wait_ms=wait_ms)
         # A lost request costs a part of the session, not all of it.
-        timeout_ms = max(1, self._options["session_timeout_ms"] // 3)
+        timeout_ms = wait_ms + max(1, self._options["session_timeout_ms"] // 3)
         try:
             await self._calls.call(request, timeout_ms, (errors.RebalanceInProgress,))
         except errors.RebalanceInProgress:

@@ -21,6 +21,7 @@ from pk.client import arguments
 from pk.client.admin import described
 from pk.client.admin.connection import AdminConnection
 from pk.client.network_client import NetworkClient
+from pk.clock import MedianTime
 from pk.tasks import TaskRegistry
 from pk.types import Offset, TopicPartition
 from pk.wire import pk_pb2 as wire
@@ -98,28 +99,37 @@ class MaintenanceLease:
         if self._lost is not None:
             raise self._lost.with_traceback(None)
 
-    def now_ms(self) -> int | None:
-        """Renew the lease and return the time of the active controller; None = the brokers do not
-        trust their clocks (rule L10).
+    def now(self) -> MedianTime | None:
+        """Renew the lease and return the time by the brokers' clocks; None = they do not trust them
+        (rule L10).
 
         Raises `LeaseHeld` if the lease has ended.
         """
         self.check()
         request = wire.RenewLeaseRequest(topic_id=self.topic_id, token=self.token)
         reply = self._connection.ask(request, wire.RenewLeaseReply, CALL_TIMEOUT_S)
-        return reply.now_ms if reply.HasField("now_ms") else None
+        return time_of(reply)
 
     def local_log_starts(self) -> dict[int, Offset]:
         """Return the lowest local_log_start of all replicas of each partition (rule C4).
 
         A replica whose broker does not answer, or does not have the replica, counts as 0.
         """
+        return lowest_starts(self.topic_id, self._views())
+
+    def retention_holds(self, partitions: Iterable[int]) -> dict[int, Offset]:
+        """Return the lowest hold of each partition that has one, of all brokers (S1).
+
+        Raises `BrokerUnavailable` unless the leaders of `partitions` answer.
+        """
+        return lowest_holds(self.topic_id, self._views(), partitions)
+
+    def _views(self) -> Mapping[int, wire.DescribePartitionsReply]:
         request = wire.DescribePartitionsRequest(topics=[self.topic])
         cluster = self._connection.cluster
-        views = self._connection.run(
+        return self._connection.run(
             lambda ms: described.everyone(cluster, request, ms), CALL_TIMEOUT_S
         )
-        return lowest_starts(self.topic_id, views)
 
     def commit(self, change: wire.CommitToTableRequest) -> wire.CommitToTableReply:
         """Hand files over to the owner of the table; return the version that has them.
@@ -133,7 +143,7 @@ class MaintenanceLease:
         final = errors.UnknownTierRange
         return self._connection.run(
             lambda ms: cluster.retrying(
-                lambda one_ms: _ask_owner(cluster, change, one_ms), ms, final=final
+                lambda one_ms: ask_owner(cluster, change, one_ms), ms, final=final
             ),
             COMMIT_TIMEOUT_S,
         )
@@ -197,7 +207,36 @@ def lowest_starts(
     }
 
 
-async def _ask_owner(
+def lowest_holds(
+    topic_id: str,
+    views: Mapping[int, wire.DescribePartitionsReply],
+    partitions: Iterable[int],
+) -> dict[int, Offset]:
+    """Return the lowest hold of each partition that has one, from the replies of all brokers.
+
+    Raises `BrokerUnavailable` if the leader of one of `partitions` is missing from the replies.
+    """
+    holds: dict[int, Offset] = {}
+    led: set[int] = set()
+    for node, reply in views.items():
+        for state in reply.partitions:
+            if state.topic_id != topic_id:
+                continue
+            if state.leader == node:
+                led.add(state.partition)
+            if state.HasField("retention_hold"):
+                known = holds.get(state.partition, state.retention_hold)
+                holds[state.partition] = min(known, state.retention_hold)
+    silent = sorted(set(partitions) - led)
+    if silent:
+        raise errors.BrokerUnavailable(
+            f"the leaders of the partitions {silent} do not answer, so their retention holds are "
+            "not known: run the job again"
+        )
+    return holds
+
+
+async def ask_owner(
     cluster: NetworkClient, change: wire.CommitToTableRequest, timeout_ms: int
 ) -> wire.CommitToTableReply:
     """Send the hand-over to the leader of partition 0, in whose tier process the owner runs."""
@@ -210,3 +249,10 @@ async def _ask_owner(
     reply: Any = await cluster.call_node(leader.node, change, timeout_ms=timeout_ms)
     assert isinstance(reply, wire.CommitToTableReply)
     return reply
+
+
+def time_of(reply: wire.RenewLeaseReply) -> MedianTime | None:
+    """Return the time that a reply to a renewal states; None = there is none."""
+    if not reply.HasField("now_ms"):
+        return None
+    return MedianTime(reply.now_ms, max(reply.now_ms, reply.latest_ms))

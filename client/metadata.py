@@ -5,7 +5,8 @@ Invariants
   M2  The leader epoch of a partition never goes back (KIP-320): older metadata of a partition is
       ignored.  A reply from a broker that is behind (with an older offset of the metadata log) only
       adds: it removes no broker and no topic.
-  M3  Refreshes are at least `backoff_ms` apart and at most `max_age_ms`.
+  M3  Refreshes are at least `backoff_ms` apart and at most `max_age_ms`.  Topics that are new to
+      the client are asked for between them, as soon as the round before is over.
 """
 
 from __future__ import annotations
@@ -127,11 +128,22 @@ class Metadata:
 
     # -- news --------------------------------------------------------------------------------------
 
-    def update(self, reply: wire.MetadataReply, asked: Iterable[str] | None, now_ms: int) -> None:
-        """Apply `reply` to a request for the names `asked` (None = all topics)."""
+    def update(
+        self,
+        reply: wire.MetadataReply,
+        asked: Iterable[str] | None,
+        now_ms: int,
+        *,
+        whole: bool = True,
+    ) -> None:
+        """Apply `reply` to a request for the names `asked` (None = all topics).
+
+        whole: it was asked for everything of interest, and not for new topics only
+        """
         self.cluster_id = reply.cluster_id
-        self._updated_ms = now_ms
-        self._wanted = False
+        if whole:
+            self._updated_ms = now_ms
+            self._wanted = False
         self.generation += 1
         if reply.metadata_offset < self.offset:
             self._hear_old(reply)

@@ -1,18 +1,13 @@
 """A client's connections to the cluster: fresh metadata, and requests to brokers that answer.
 
-World-generic.  There is one `Caller` per broker address.  Metadata is requested from two brokers at
-once, and both then push changes (`watch`): if a leader stops answering, the other broker pushes its
-successor.  A push contains the whole state and replaces what was known.  Requests go to known
-brokers first, then to bootstrap addresses.  A broker that refused or did not answer is tried last
-for a while.
+World-generic.  There is one `Caller` per broker address.  Requests go to known brokers first, then
+to bootstrap addresses.  A broker that refused or did not answer is tried last for a while.  The
+metadata updater (metadata_updater.py) keeps the metadata fresh.
 
 Invariants
-  K1  One round of metadata requests runs at a time, and all callers that wait for metadata wait for
-      this round.  Interest in more topics is served by the next round: an answer to an earlier
-      request does not cover it.
-  K2  Every call has one deadline for everything: connecting, each broker that is asked in turn,
+  K1  Every call has one deadline for everything: connecting, each broker that is asked in turn,
       each retry.  Retries back off with jitter and stop at the deadline.
-  K3  A silent broker delays a call by at most HEDGE_MS while another broker answers.  A broker that
+  K2  A silent broker delays a call by at most HEDGE_MS while another broker answers.  A broker that
       left the metadata (fenced, or moved to another address) holds up no call.
 """
 
@@ -34,6 +29,7 @@ from pk.backoff import Backoff, client_jitter
 from pk.client.bootstrap import addresses
 from pk.client.endings import ELSEWHERE, check_answers, given_up, no_partition
 from pk.client.metadata import Metadata, TopicMetadata
+from pk.client.metadata_updater import HEDGE_MS, NO_TOPIC, MetadataUpdater
 from pk.tasks import TaskRegistry, awaited
 from pk.types import PartitionKey, TopicPartition
 from pk.wire import frames
@@ -47,26 +43,15 @@ _log = logging.getLogger("pk.client")
 
 #: How long an unknown topic is asked for again before its absence is believed: metadata propagates.
 UNKNOWN_TOPIC_MS = 2_000
-#: A topic id that no topic has: for requests that concern the brokers only.
-NOBODY = "-"
-#: Number of brokers that push changes; one more is asked if those asked are silent for HEDGE_MS.
-WATCHES = 2
-HEDGE_MS = 500
 #: A running broker answers a hello at once.
 HELLO_TIMEOUT_MS = 5_000
 #: How long a failed broker is tried last, and how long after an answer a broker counts as alive.
 DOUBT_MS = 10_000
 TRUST_MS = 1_000
-#: How often the pushing brokers are checked: both may have stopped.
-PING_MS = 10_000
-PING_TIMEOUT_MS = 2_000
-#: How much longer than its time-out an attempt may last to report why it failed (K2).
+#: How much longer than its time-out an attempt may last to report why it failed (K1).
 LAST_WORD_MS = 50
 #: The part of a time-out that is reserved for the last attempt.
 LAST_TRY_MS = 100
-#: A client that reaches no broker logs a warning after this time, then once a minute.
-UNREACHED_MS = 10_000
-UNREACHED_AGAIN_MS = 60_000
 
 
 class NetworkClient:
@@ -93,22 +78,12 @@ class NetworkClient:
         self.client_id = client_id
         self.hello = wire.Hello(client_id=client_id, build=pk.__version__, protocol=PROTOCOL)
         self._callers: dict[str, Caller] = {}
-        self._names: dict[str, None] | None = {}  #: topics of interest; None = all
-        self._interest = 0  #: counts the extensions of interest in metadata
-        self._answered = 0  #: the value of _interest that the last answer covers
-        self._asking: dict[str, None] = {}  #: addresses with a metadata request in progress
-        self._refreshing = TaskRegistry()
-        self._poked: asyncio.Event | None = None
-        self._news: asyncio.Future[None] | None = None
-        self._last_error: errors.PkError | None = None
-        self._say_ms: int | None = None  #: when to log that no broker answers; None = one does
-        #: address → whether it watches all topics; oldest first
-        self._watched: dict[str, bool] = {}
         self._doubted: dict[str, float] = {}  #: address → when it last failed to answer
         self._answered_ms: dict[str, float] = {}  #: address → when it last answered
         self._asks = TaskRegistry(awaited)  #: errors may be ignored: another broker has answered
         self._closed = False
         self.reached = False  #: some broker has answered
+        self._updater = MetadataUpdater(self, world.clock)
         self.on_change: list[Callable[[], None]] = []  #: called after every update
 
     # -- calls -------------------------------------------------------------------------------------
@@ -120,14 +95,19 @@ class NetworkClient:
                 raise errors.ClosedError("the client was closed")
             found = Caller(
                 self.world.network, self.world.clock, address, self.hello,
-                on_push=partial(self._on_push, address), on_break=partial(self._on_break, address),
+                on_push=partial(self._updater.pushed, address),
+                on_break=partial(self._on_break, address),
             )  # fmt: skip
             self._callers[address] = found
         return found
 
+    def warn(self, words: str) -> None:
+        """Warn the operator in the client's log."""
+        _log.warning("%s", words)
+
     async def call_at(self, address: str, request: Message, *, timeout_ms: int) -> Message:
         """Call one address once.  An address that does not answer is tried last for a while
-        (K3).
+        (K2).
         """
         try:
             frame = await self.caller(address).call(request, timeout_ms=timeout_ms)
@@ -160,7 +140,7 @@ class NetworkClient:
         self._doubted[address] = self.world.clock.monotonic_ms()
         self._answered_ms.pop(address, None)
 
-    def _order(self) -> list[str]:
+    def by_preference(self) -> list[str]:
         """Return the addresses to try: known brokers in random order, bootstrap addresses, and at
         the end those that failed lately.
         """
@@ -187,7 +167,7 @@ class NetworkClient:
         """Call known brokers and bootstrap addresses one after another until one answers.  Several
         calls at once would not be safe: a broker that did not answer may have executed the request.
         """
-        left = self._order()
+        left = self.by_preference()
         error: errors.PkError = errors.BrokerUnavailable("no broker is known")
         while left:
             address = await self._responsive(left, timeout_ms)
@@ -200,10 +180,12 @@ class NetworkClient:
 
     async def brokers(self, timeout_ms: int) -> dict[int, str]:
         """Return the brokers in service and their addresses, freshly asked of any broker."""
-        reply = await self.call_any(wire.MetadataRequest(topic_ids=[NOBODY]), timeout_ms=timeout_ms)
+        reply = await self.call_any(
+            wire.MetadataRequest(topic_ids=[NO_TOPIC]), timeout_ms=timeout_ms
+        )
         assert isinstance(reply, wire.MetadataReply)
         del reply.topics[:]
-        self._update(reply, [])
+        self.apply(reply, [])
         return dict(self.metadata.brokers)
 
     async def _responsive(self, addresses: list[str], timeout_ms: int) -> str:
@@ -218,19 +200,19 @@ class NetworkClient:
             return addresses[0]
 
         async def ping(address: str) -> str:
-            request = wire.MetadataRequest(topic_ids=[NOBODY])
+            request = wire.MetadataRequest(topic_ids=[NO_TOPIC])
             await self.call_at(address, request, timeout_ms=timeout_ms)
             return address
 
         try:
-            return await self._first(ping, addresses, at_once=1)
+            return await self.first_answer(ping, addresses, at_once=1)
         except errors.PkError:
             return addresses[0]
 
-    async def _first(
+    async def first_answer(
         self, attempt: Callable[[str], Awaitable[T]], addresses: Iterable[str], *, at_once: int
     ) -> T:
-        """Return the first answer; one more broker is asked after each HEDGE_MS without one (K3).
+        """Return the first answer; one more broker is asked after each HEDGE_MS without one (K2).
 
         The other attempts continue, because their answers update the metadata, too.
         """
@@ -283,7 +265,7 @@ class NetworkClient:
             try:
                 async with asyncio.timeout((left + LAST_WORD_MS) / 1000):
                     return await attempt(min(left, self.request_timeout_ms))
-            # K2: one attempt may ask several brokers, each with its own time-out
+            # K1: one attempt may ask several brokers, each with its own time-out
             except TimeoutError:
                 raise given_up(last, timeout_ms) from None
             except errors.RetriableError as cause:
@@ -302,49 +284,31 @@ class NetworkClient:
         """Return a new back-off with the bounds of the client's options."""
         return Backoff(self._backoff_ms, client_jitter(self.world.rng))
 
-    # -- metadata ----------------------------------------------------------------------------------
+    def call_in_background(self, address: str, request: Message) -> None:
+        """Call one address once, without waiting for the answer."""
+        self._asks.spawn(self.call_at(address, request, timeout_ms=self.request_timeout_ms))
 
-    def watch_topics(self, names: Iterable[str] | None) -> None:
-        """Keep these topics' metadata fresh, too; None = all topics.  Raises `InvalidTopic`."""
-        names = None if names is None else list(names)
-        for name in names or ():
-            if not isinstance(name, str) or not name or not name.isprintable():
-                raise errors.InvalidTopic(f"{name!r} is not a topic name")
-        if names is None:
-            self._names = None
-            self._want_more()
-        elif self._names is not None:
-            new = [name for name in names if name not in self._names]
-            if new:
-                self._names.update(dict.fromkeys(new))
-                self._want_more()
+    def is_doubted(self, address: str) -> bool:
+        """Return whether a broker failed to answer lately, and has not answered since."""
+        return address in self._doubted
 
-    def _want_more(self) -> None:
-        """Note that a new request is necessary: answers to earlier requests do not cover it
-        (K1).
-        """
-        self._interest += 1
-        self.want_metadata()
-
-    def want_metadata(self) -> None:
-        self.metadata.want()
-        if self._poked is not None:
-            self._poked.set()
+    # -- metadata (client/metadata_updater) --------------------------------------------------------
 
     def start(self) -> None:
         """Begin to keep metadata fresh (idempotent)."""
-        if self._poked is None and not self._closed:
-            self._poked = asyncio.Event()
-            self._refreshing.spawn(self._keep_fresh())
-            self._asks.spawn(self._keep_watched())
+        self._updater.start()
+
+    def watch_topics(self, names: Iterable[str] | None) -> None:
+        """Keep these topics' metadata fresh, too; None = all topics.  Raises `InvalidTopic`."""
+        self._updater.watch_topics(names)
+
+    def want_metadata(self) -> None:
+        """Ask for the metadata of all topics of interest soon."""
+        self._updater.want_metadata()
 
     async def news(self, timeout_ms: float) -> None:
-        """Wait for the next answer (or failure) of the metadata loop.  Raises `TimeoutError`."""
-        self.start()
-        if self._news is None:
-            self._news = asyncio.get_running_loop().create_future()
-        async with asyncio.timeout(timeout_ms / 1000):
-            await asyncio.shield(self._news)
+        """Wait for the next answer (or failure) of a metadata request.  Raises `TimeoutError`."""
+        await self._updater.news(timeout_ms)
 
     async def topic(
         self,
@@ -374,10 +338,15 @@ class NetworkClient:
             if now >= until or self._closed:
                 silence = f"no metadata of topic {name} from {', '.join(self.bootstrap)}"
                 nothing = errors.RequestTimedOut(silence)
-                raise given_up(problem or self._last_error or nothing, whole_ms or timeout_ms)
-            if isinstance(self._last_error, errors.OperatorError | errors.UnsupportedFeature):
-                raise self._last_error
-            self.want_metadata()
+                raise given_up(
+                    problem or self._updater.last_error or nothing, whole_ms or timeout_ms
+                )
+            if isinstance(
+                self._updater.last_error, errors.OperatorError | errors.UnsupportedFeature
+            ):
+                raise self._updater.last_error
+            if not self._updater.is_asked(name):
+                self.want_metadata()
             try:
                 await self.news(until - now)
             except TimeoutError:
@@ -406,155 +375,28 @@ class NetworkClient:
                     await self.news(left)
                 found = self.metadata.topic(name)
 
-    async def _keep_fresh(self) -> None:
-        clock = self.world.clock
-        assert self._poked is not None
-        backoff = self.new_backoff()
-        while not self._closed:
-            self._poked.clear()
-            wait = self.metadata.next_refresh_ms(clock.monotonic_ms()) - clock.monotonic_ms()
-            if backoff.attempts:
-                wait = max(wait, int(backoff.wait_ms()))
-            if wait > 0:
-                try:
-                    async with asyncio.timeout(wait / 1000):
-                        await self._poked.wait()
-                        if backoff.attempts or wait <= self.metadata.backoff_ms:
-                            await clock.sleep_ms(wait)
-                    continue
-                except TimeoutError:
-                    pass
-            if await self._ask():
-                backoff.reset()
-            else:
-                backoff.failed()
-            news, self._news = self._news, None
-            if news is not None and not news.done():
-                news.set_result(None)
-
-    async def _keep_watched(self) -> None:
-        """Ping the brokers that push changes, because all of them may have stopped (K3)."""
-        while not self._closed:
-            await self.world.clock.sleep_ms(PING_MS)
-            await asyncio.gather(*[self._ping(address) for address in list(self._watched)])
-
-    async def _ping(self, address: str) -> None:
-        request = wire.MetadataRequest(topic_ids=[NOBODY])
-        try:
-            await self.call_at(address, request, timeout_ms=PING_TIMEOUT_MS)
-        except errors.PkError as cause:
-            _log.debug("%s tells of no change any more: %s", address, cause)
-            if self._watched.pop(address, None) is not None:
-                self.want_metadata()
-
-    async def _ask(self) -> bool:
-        names = None if self._names is None else list(self._names)
-        interest = self._interest
-        self.metadata.asked(self.world.clock.monotonic_ms())
-        if names == []:  # ask for the brokers only, by the id of no topic
-            request = wire.MetadataRequest(topic_ids=[NOBODY], watch=False)
-        else:
-            request = wire.MetadataRequest(topics=names or [], watch=True)
-        timeout_ms = min(self.request_timeout_ms, 10_000)
-
-        async def attempt(address: str) -> None:
-            self._asking[address] = None
-            try:
-                reply = await self.call_at(address, request, timeout_ms=timeout_ms)
-            finally:
-                self._asking.pop(address, None)
-            assert isinstance(reply, wire.MetadataReply)
-            self._answered = max(self._answered, interest)
-            if names == []:
-                del reply.topics[:]
-            else:
-                self._watched.pop(address, None)
-                self._watched[address] = names is None
-            self._update(reply, names)
-
-        # One broker that pushes already and one other, so that two push everything.
-        order = self._order()
-        watching = [each for each in order if each in self._watched and each not in self._doubted]
-        order = list(dict.fromkeys([*watching[:1], *order]))
-        try:
-            await self._first(attempt, order, at_once=WATCHES)
-        except errors.PkError as cause:
-            self._unanswered(cause)
-            return False
-        except Exception as bug:  # without this loop every later call would time out
-            _log.exception("metadata")
-            self._unanswered(errors.InternalError(f"metadata: {bug!r}"))
-            return False
-        self._last_error = self._say_ms = None
-        self._unwatch()
-        if names != []:
-            asyncio.get_running_loop().call_later(HEDGE_MS / 1000, self._complete_watch)
-        return True
-
-    def _unanswered(self, cause: errors.PkError) -> None:
-        self._last_error = cause
-        _log.debug("metadata: %s", cause)
-        now_ms = self.world.clock.monotonic_ms()
-        if self._say_ms is None:
-            self._say_ms = now_ms + UNREACHED_MS
-        elif now_ms >= self._say_ms:
-            self._say_ms = now_ms + UNREACHED_AGAIN_MS
-            _log.warning("no broker answers at %s: %s", ", ".join(self._order()), cause)
-
-    def _complete_watch(self) -> None:
-        """Ask again if too few brokers push: one may have refused after another had answered."""
-        known = [each for each in self.metadata.brokers.values() if each not in self._doubted]
-        watching = [each for each in known if each in self._watched]
-        if len(watching) < min(WATCHES, len(known)) and not self._closed:
-            self.want_metadata()
-
-    def _unwatch(self) -> None:
-        """Cancel the pushes of all but the most recently asked brokers."""
-        fresh = [address for address in self._watched if address not in self._doubted]
-        for address in fresh[:-WATCHES]:
-            del self._watched[address]
-            request = wire.MetadataRequest(
-                topic_ids=[NOBODY], watch=True
-            )  # it replaces the broker's earlier watch
-            call = self.call_at(address, request, timeout_ms=self.request_timeout_ms)
-            self._asks.spawn(call)
-
-    def _update(self, reply: wire.MetadataReply, names: list[str] | None) -> None:
+    def apply(
+        self, reply: wire.MetadataReply, names: list[str] | None, *, whole: bool = True
+    ) -> None:
         before = set(self.metadata.brokers.values())
-        self.metadata.update(reply, names, self.world.clock.monotonic_ms())
-        if self._answered < self._interest:
-            # the latest interest was not requested yet: this reply does not cover it
-            self.metadata.want()
+        self.metadata.update(reply, names, self.world.clock.monotonic_ms(), whole=whole)
         # connections to another cluster are refused from now on
         self.hello.cluster_id = reply.cluster_id
         now = set(self.metadata.brokers.values())
         for address in list(self._callers):
             caller = self._callers[address]
-            left = address in before and address not in now  # K3: calls to it fail at once
+            left = address in before and address not in now  # K2: calls to it fail at once
             if left or not (caller.connected or address in now or address in self.bootstrap):
                 del self._callers[address]
-                self._watched.pop(address, None)
+                self._updater.left(address)
                 self._answered_ms.pop(address, None)
                 self._asks.spawn(caller.close())
         for call in list(self.on_change):
             call()
 
-    def _on_push(self, address: str, frame: frames.Frame) -> None:
-        """Apply a push, which contains all that the broker was asked to watch."""
-        if frame.head.WhichOneof("body") != "metadata_reply":
-            return
-        if address in self._asking:  # it overtook the answer, which would say what it covers
-            self._want_more()
-        if address not in self._watched:
-            return
-        reply = frame.head.metadata_reply
-        everything = self._watched[address]
-        self._update(reply, None if everything else [info.name for info in reply.topics])
-
     def _on_break(self, address: str) -> None:
         self._answered_ms.pop(address, None)
-        if self._watched.pop(address, None) is not None and not self._closed:
-            self.want_metadata()  # another broker must push in its place
+        self._updater.broke(address)
 
     def leader_address(self, key: PartitionKey) -> str | None:
         leader = self.metadata.leader(key)
@@ -562,10 +404,7 @@ class NetworkClient:
 
     async def close(self) -> None:
         self._closed = True
-        await self._refreshing.close()
-        news, self._news = self._news, None
-        if news is not None and not news.done():
-            news.set_result(None)
+        await self._updater.close()
         await self._asks.close()
         callers, self._callers = self._callers, {}
         for caller in callers.values():

@@ -23,13 +23,18 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from google.protobuf.message import Message
+
 from pk import errors
 from pk.client.coordinator_calls import CoordinatorCalls
 from pk.client.network_client import NetworkClient
 from pk.client.produce_engine import ProduceEngine
+from pk.client.table_driver import AwaitedBatch, DecidingTable, JobState
 from pk.client.transaction_manager import TransactionCall, only_abort, same_error
 from pk.tasks import TaskRegistry
-from pk.types import RowSums
+from pk.transactional_ids import FoundBy
+from pk.types import NONE, RowSums
+from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 from pk.world import World
 
@@ -105,6 +110,83 @@ class BatchCalls:
         request = wire.AbortParticipantsRequest(batch=self._batch.to_wire())
         reply: wire.AbortParticipantsReply = await self._calls.call(request, timeout_ms)
         return reply.committed
+
+
+class _DescribingCalls(CoordinatorCalls):
+    """Calls that also ask again if the description of a job is a retriable error."""
+
+    async def _attempt(self, request: Message) -> Message:
+        reply = await super()._attempt(request)
+        described: Any = reply
+        for each in getattr(described, "transactions", ()):
+            if each.HasField("error") and (error := frames.raise_error(each.error)).retriable:
+                raise error
+        return reply
+
+
+class TableBatchCalls:
+    """The driver's requests about a batch that a Delta table decides (X11).
+
+    attempt_ms: how long one attempt may take
+    """
+
+    def __init__(
+        self, world: World, cluster: NetworkClient, batch: BatchOfRun, attempt_ms: int
+    ) -> None:
+        self._batch = batch
+        self._calls = _DescribingCalls(world, cluster, batch.job, attempt_ms)
+
+    async def job(self, timeout_ms: int) -> JobState:
+        """Return the highest committed batch of the job, and its prepared batch."""
+        request = wire.DescribeTransactionsRequest(transactional_ids=[self._batch.job])
+        (found,) = (await self._calls.call(request, timeout_ms)).transactions
+        if not found.HasField("job"):
+            return JobState(NONE, None)
+        if not found.job.HasField("awaited"):
+            return JobState(found.job.last_committed, None)
+        said = found.job.awaited
+        table = said.table
+        deciding = DecidingTable(table.url, table.table_id, table.app, table.version)
+        awaited = AwaitedBatch(found.job.batch, deciding, said.transaction)
+        return JobState(found.job.last_committed, awaited)
+
+    async def prepare(
+        self,
+        participants: Sequence[tuple[int, int]],
+        sums: Mapping[str, RowSums],
+        table: DecidingTable,
+        timeout_ms: int,
+        *,
+        accept_mismatch: bool = False,
+    ) -> AwaitedBatch | None:
+        """Prepare as `TableBatchCommitter.prepare`."""
+        request = wire.PrepareParticipantsRequest(
+            batch=self._batch.to_wire(),
+            participants=named(participants),
+            sums=sums_to_wire(sums),
+            accept_mismatch=accept_mismatch,
+            table=wire.PreparedTable(**table._asdict()),
+        )
+        reply: wire.PrepareParticipantsReply = await self._calls.call(request, timeout_ms)
+        if reply.already_committed:
+            return None
+        return AwaitedBatch(self._batch.batch, table, reply.transaction)
+
+    async def decide(self, awaited: AwaitedBatch, timeout_ms: int, *, commit: bool) -> str:
+        """Decide as `TableBatchCommitter.decide`."""
+        batch = self._batch._replace(batch=awaited.batch).to_wire()
+        evidence = wire.TableEvidence(
+            table=wire.PreparedTable(**awaited.table._asdict()),
+            transaction=awaited.transaction,
+            found_by=FoundBy.DRIVER,
+        )
+        if not commit:
+            abort = wire.AbortParticipantsRequest(batch=batch, evidence=evidence)
+            await self._calls.call(abort, timeout_ms)
+            return ""
+        request = wire.CommitParticipantsRequest(batch=batch, evidence=evidence)
+        reply = await self._calls.call(request, timeout_ms)
+        return str(reply.warning)
 
 
 class ParticipantEngine:

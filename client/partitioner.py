@@ -23,7 +23,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from pk import errors
-from pk.log.encoding import fixed_column, offsets_of
+from pk.log.encoding import FEW, fixed_column, offsets_of
 from pk.types import NONE
 
 U32 = npt.NDArray[np.uint32]
@@ -208,7 +208,8 @@ def place(
     Raises `InvalidPartitions` if a chosen partition does not exist.
     """
     if explicit is not None and len(explicit):
-        low, high = int(explicit.min()), int(explicit.max())
+        few = explicit.tolist() if len(explicit) <= FEW else None  # see encoding.few_offsets
+        low, high = (min(few), max(few)) if few else (int(explicit.min()), int(explicit.max()))
         if low < NONE or high >= partitions:
             raise errors.InvalidPartitions(
                 f"partition {low if low < NONE else high} does not exist: there are {partitions}"

@@ -17,7 +17,6 @@ from itertools import repeat
 from operator import length_hint
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from pk.client.serializers import Deserializer
@@ -86,7 +85,8 @@ def _objects(column: pa.Array, function: Deserializer | None, topic: str) -> Ite
 
 def _stamps(column: pa.Array) -> Iterable[int]:
     stamps = numbers(column.view(_INT64))
-    if len(stamps) and stamps[0] == stamps[-1] and bool(np.all(stamps == stamps[0])):
+    same = len(stamps) and stamps[0] == stamps[-1]
+    if same and (len(stamps) <= 2 or bool((stamps == stamps[0]).all())):
         return repeat(int(stamps[0]))  # of one chunk: the usual case
     found: list[int] = stamps.tolist()
     return found

@@ -18,7 +18,7 @@ from pk import errors, limits
 from pk.log import columns
 from pk.log.batch import TIMESTAMP_MS_MAX
 from pk.log.columns import HEADER_TYPE
-from pk.log.encoding import fixed_column, numbers, offsets_of
+from pk.log.encoding import FEW, few_offsets, fixed_column, numbers, offsets_of
 from pk.types import NONE
 
 I64 = npt.NDArray[np.int64]
@@ -54,7 +54,10 @@ def binary_column(items: Sequence[bytes | None] | None, count: int) -> pa.Array:
     except TypeError:
         return pa.array(items, _BINARY)
     lengths = list(map(len, items))  # type: ignore[arg-type]
-    first = lengths[0] if count else 0
+    if count <= FEW:
+        buffers = [None, few_offsets(lengths), pa.py_buffer(data)]
+        return pa.Array.from_buffers(_BINARY, count, buffers, 0)
+    first = lengths[0]
     offsets = np.zeros(count + 1, np.int32)
     if lengths.count(first) == count:  # then numpy need not convert the list
         offsets[1:] = first

@@ -523,7 +523,10 @@ class Sender:
             )
             self._next_correlation += 1
             self._in_flight[request.correlation_id] = requests[leader.node] = request
-        elif request.size + batch.size > limits.FRAME_BYTES:
+        elif (
+            request.size + batch.size > limits.FRAME_BYTES
+            or len(request.batches) == limits.PRODUCE_BATCHES_MAX
+        ):
             return _AGAIN  # the batch goes into the next request
         if partition.waiting and partition.waiting[0] is batch:
             partition.unresolved.append(partition.waiting.popleft())

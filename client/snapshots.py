@@ -122,6 +122,8 @@ def newest_snapshot(tier: TierDescription) -> tuple[SnapshotVersion, dict[str, s
     from pk.tiering import snapshot_table
 
     if not tier.uri or tier.version < 0:
+        if isinstance(tier.problem, errors.RetriableError):
+            raise tier.problem
         raise errors.InvalidRequest(f"topic {tier.topic} has no table, so it has no snapshot")
     options = snapshot_table.with_credentials(tier.storage_options)
     uri = snapshot_table.snapshot_uri(tier.uri, tier.topic, tier.topic_id)

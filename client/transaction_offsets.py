@@ -111,7 +111,11 @@ class TransactionOffsets:
         group: ConsumerGroupMetadata,
         timeout_ms: int,
     ) -> list[wire.CommitTopic]:
-        """Return the offsets by topic id.  The ids that the consumer knows come first."""
+        """Return the offsets by topic id.  The ids that the consumer knows come first.
+
+        Raises `UnknownTopicOrPartition`: the coordinator would wait for such a partition.
+        """
+        await self._cluster.check_partitions(offsets, timeout_ms)
         found: dict[str, wire.CommitTopic] = {}
         for place, each in sorted(offsets.items()):
             topic_id = group.topic_ids.get(place.topic)

@@ -252,7 +252,8 @@ class AdminClient:
     ) -> dict[TopicPartition, int]:
         """Move the log start of each partition up; the records below it are deleted.
 
-        before: partition → the first offset to keep; -1 = the high watermark.
+        before: partition → the first offset to keep; -1 = the high watermark.  A deletion passes
+        the retention holds of queries; a warning in the log names their groups.
         Returns the new log start of each partition.  Raises `OffsetOutOfRange` above the high
         watermark, `RequestTimedOut` if an in-sync replica did not answer (repeat the call).
         """

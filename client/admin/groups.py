@@ -73,12 +73,21 @@ class MemberDescription:
 
 
 @dataclass(slots=True, frozen=True)
+class FallenHold:
+    """A partition in which the retention hold of a query has fallen, and why."""
+
+    partition: TopicPartition
+    why: str
+
+
+@dataclass(slots=True, frozen=True)
 class GroupDescription:
     """The state of a group.
 
     assignor: "" without members
     kind: "consumer", or "query": it shows the progress of a streaming query
     committed_ms: Unix time of its newest commit; 0 = it has no offsets
+    holds_retention: the query keeps what it has not processed, but in the partitions of `fallen`
     """
 
     group_id: str
@@ -89,6 +98,8 @@ class GroupDescription:
     members: tuple[MemberDescription, ...]
     kind: str = "consumer"
     committed_ms: int = 0
+    holds_retention: bool = False
+    fallen: tuple[FallenHold, ...] = ()
 
 
 class GroupCalls:
@@ -135,6 +146,14 @@ class GroupCalls:
             ),
             found.kind or "consumer",
             found.committed_ms,
+            found.holds_retention,
+            tuple(
+                FallenHold(
+                    TopicPartition(topics.get(each.topic_id, each.topic_id), each.partition),
+                    each.why,
+                )
+                for each in found.fallen
+            ),
         )
 
     def group_offsets(self, group_id: str, timeout_s: float) -> dict[TopicPartition, int]:

@@ -89,6 +89,9 @@ async def _delete_records(
             if result.HasField("error"):
                 cluster.want_metadata()
                 raise frames.raise_error(result.error)
+            if result.holds:
+                groups = ", ".join(result.holds)
+                cluster.warn(f"the deletion in {place} passed the retention holds of {groups}")
             found[place] = result.log_start
 
     await cluster.retrying(attempt, max(1, deadline - clock.monotonic_ms()))

@@ -69,10 +69,10 @@ class TierCalls:
 
     def _tier_rows(self, topic: str, timeout_s: float, *, accept: bool) -> dict[int, TierRows]:
         name, cluster = arguments.topic(topic), self._connection.cluster
-        return self._connection.run(lambda ms: _ask_leaders(cluster, name, accept, ms), timeout_s)
+        return self._connection.run(lambda ms: ask_leaders(cluster, name, accept, ms), timeout_s)
 
 
-async def _ask_leaders(
+async def ask_leaders(
     cluster: NetworkClient, topic: str, accept: bool, timeout_ms: int
 ) -> dict[int, TierRows]:
     """Send one request per partition, repeated while its leader changes."""

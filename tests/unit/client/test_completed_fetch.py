@@ -64,3 +64,22 @@ def test_no_bit_of_where_a_batch_begins_may_hide_or_move_it(number: int) -> None
             for position, _rows in found:  # noqa: B007
                 pass
         assert position == number
+
+
+def test_batches_that_are_moved_up_together_do_not_continue_a_dense_log() -> None:
+    """Each of them is above the one before it, as in a compacted log."""
+    good = log(4)
+    size = len(good) // 4
+    moved = bytearray(good)
+    moved[size * 1] ^= 4  # offset 1 becomes 5
+    moved[size * 2] ^= 8  # offset 2 becomes 10
+    raw = memoryview(bytes(moved[: size * 3]))
+    for dense, seen in ((False, [1, 6, 11]), (True, [1])):
+        fetched = CompletedFetch(TopicPartition("t", 0), 1, 1, raw, 0, 11, [], 11, 11, dense)
+        positions: list[int] = []
+        found = rows_of(fetched, committed=True, check_crcs=True, decoded_bytes_max=1 << 28)
+        try:
+            positions.extend(position for position, _ in found)
+        except errors.CorruptBatch:
+            assert dense
+        assert positions == seen

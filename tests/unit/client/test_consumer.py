@@ -529,7 +529,7 @@ def test_a_push_that_overtakes_the_first_answer_is_not_lost(world: Any) -> None:
         world.cluster.create("b")
         world.put(TopicPartition("b", 0), b"0")
         news = head_of(world.cluster.metadata(wire.MetadataRequest()))
-        cluster._on_push(address, frames.decode(frames.encode(news)))
+        cluster._updater.pushed(address, frames.decode(frames.encode(news)))
         return reply
 
     cluster.call_at = call_and_push

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from pk import errors
+from pk import errors, limits
+from pk.client.producer_batch import InFlightRequest
 from tests.kit.fake_broker import APPEND, LOSE_REPLY, SILENT
 from tests.unit.client.test_fetch_engine import Bench as FetchBench
 from tests.unit.client.test_produce_engine import Bench
@@ -226,3 +227,28 @@ def test_a_thread_that_waits_for_memory_wakes_when_the_producer_ends(bench: Any)
             accumulator.append(b"x", size=17)
 
     b.run(work)
+
+
+def test_a_frame_has_as_many_batches_as_a_broker_accepts(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A broker refuses a larger frame, and the refusal would end the stream."""
+    monkeypatch.setattr(limits, "PRODUCE_BATCHES_MAX", 3)
+    b = bench(linger_ms=20)
+    b.cluster.create("t", 8)
+    sent: list[int] = []
+    add = InFlightRequest.add
+
+    def note(self: InFlightRequest, *given: Any) -> None:
+        add(self, *given)
+        sent.append(len(self.batches))
+
+    monkeypatch.setattr(InFlightRequest, "add", note)
+
+    async def work() -> None:
+        futures = [await b.send("t", b"v", partition=place) for place in range(8)]
+        await b.flush(10_000)
+        assert [future.result(0).partition for future in futures] == list(range(8))
+
+    b.run(work)
+    assert sorted(sent) == [1, 1, 1, 2, 2, 2, 3, 3]
