@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pk.clock import MedianTime
 from pk.compaction.offset_map import I64
 from pk.compaction.plan import CompactionPlan
 from pk.compaction.retain import Cleaning
@@ -87,12 +88,12 @@ def make_job(
     settled_end: Offset,
     delete_retention_ms: int,
     map_bytes: int,
-    now_ms: int | None,
+    now: MedianTime | None,
     least_ms: int = CLEANING_MS,
 ) -> CleaningJob:
     """Return the job that does what `plan` says.  Called on the loop, after the plan was made.
 
-    now_ms: the time of the controller; None = it is not trusted (rule L10)
+    now: by the clocks of all nodes; None = they are not known, or not trusted (rule L10)
     least_ms: the time limit of the cleaning of an empty log
     """
     config = log.config
@@ -101,10 +102,10 @@ def make_job(
         for each in log.segments[:-1]
         if each.base_offset < plan.end
     ]
-    deadline_ms = None
+    now_ms = deadline_ms = None
     time_limit_ms = least_ms + sum(each.size for each in segments) // 1000
-    if now_ms is not None:
-        deadline_ms = now_ms + time_limit_ms
+    if now is not None:
+        now_ms, deadline_ms = now.earliest_ms, now.latest_ms + time_limit_ms
         delete_retention_ms = min(delete_retention_ms, TIMESTAMP_MS_MAX - deadline_ms)
     return CleaningJob(
         root,

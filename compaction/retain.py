@@ -66,9 +66,10 @@ class Cleaning(NamedTuple):
     #: other assigned replicas; in a table, the lowest local_log_start of all of them (rule C4)
     settled_end: Offset
     delete_retention_ms: int
-    #: when the cleaning began, by the controller's clock; None = the time is not trusted
+    #: when the cleaning began, by the earliest clock that may be the median; None = not known
     now_ms: int | None
-    #: the result is in place before this time, or is discarded; None as for now_ms
+    #: by the latest such clock the result is in place before this time, or is discarded; None as
+    #: for now_ms
     deadline_ms: int | None
 
     def settled(self, offsets: I64) -> Bools:

@@ -209,11 +209,27 @@ class ClusterClient:
             self._network.start()
             self._network.watch_topics([name])
 
-    def publish(self, group_id: str, progress: SourceProgress, warn: Callable[[str], None]) -> None:
-        """Publish the progress of the query that this process runs, without waiting (S1)."""
+    def publish(
+        self,
+        group_id: str,
+        progress: SourceProgress,
+        warn: Callable[[str], None],
+        *,
+        holds_retention: bool = False,
+    ) -> None:
+        """Publish the progress of the query that this process runs, without waiting (S1).
+
+        holds_retention: what the query has not processed is kept, within bounds
+        """
         found = self._progress.get(group_id)
         if found is None:
-            found = QueryProgress(self._process.world, self._network, group_id, warn)
+            found = QueryProgress(
+                self._process.world,
+                self._network,
+                group_id,
+                warn,
+                holds_retention=holds_retention,
+            )
             self._progress[group_id] = found
         self._process.loop.call_soon_threadsafe(found.publish, progress)
 

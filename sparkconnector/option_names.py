@@ -26,6 +26,7 @@ SOURCE_NAMES = (
     "endingTimestamp", "endingOffsetsByTimestamp", "failOnDataLoss", "minPartitions",
     "maxRecordsPerPartition", "maxBytesPerPartition", "maxOffsetsPerTrigger",
     "minOffsetsPerTrigger", "maxTriggerDelay", "maxBytesPerTrigger", "columns", "groupId",
+    "holdRetention",
 )  # fmt: skip
 SINK_NAMES = ("topic", "truncateTopic", "txnAppId", "txnVersion", "onReplayMismatch")
 BOTH_NAMES = ("includeHeaders", "connectTimeoutMs")

@@ -103,6 +103,7 @@ class Source:
     max_trigger_delay_ms: int = 0
     connect_timeout_ms: int = CONNECT_TIMEOUT_MS
     group_id: str = ""  #: the group that shows the progress of a stream (S1); "" = none
+    hold_retention: bool = False  #: what the stream has not processed is kept (S1)
     client: dict[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
@@ -133,6 +134,7 @@ def source(given: Mapping[str, str], *, streaming: bool) -> Source:
             "maxTriggerDelay",
             "maxBytesPerTrigger",
             "groupId",
+            "holdRetention",
         ):
             if name in names.values:
                 names.warnings.append(f"option {name} has no effect on a batch read and is ignored")
@@ -170,6 +172,7 @@ def source(given: Mapping[str, str], *, streaming: bool) -> Source:
         ),
         connect_timeout_ms=names.number("connectTimeoutMs") or CONNECT_TIMEOUT_MS,
         group_id=_group_id(names) if streaming else "",
+        hold_retention=_holds(names) if streaming else False,
         client=names.client,
         warnings=tuple(names.warnings),
     )
@@ -189,6 +192,17 @@ def _group_id(names: OptionNames) -> str:
             option="groupId",
         )
     return group_id
+
+
+def _holds(names: OptionNames) -> bool:
+    """Return whether the stream holds retention at its position."""
+    holds = names.flag("holdRetention", False)
+    if holds and "groupId" not in names.values:
+        raise errors.InvalidOption(
+            "holdRetention needs groupId: the coordinator of the group keeps the position",
+            option="holdRetention",
+        )
+    return holds
 
 
 def _ending(names: OptionNames) -> OffsetRangeLimit:

@@ -307,6 +307,7 @@ def _hot(task: Task, source: Source, shape: Any) -> Iterator[pa.RecordBatch]:
                     shape,
                     client.decoded_bytes_max,
                     fetched.next_offset,
+                    fetched.dense,
                 )
                 rest = rest._replace(start=fetched.next_offset)
             return

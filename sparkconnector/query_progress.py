@@ -7,7 +7,8 @@ Invariants
   K1  What is published is the `start` of latestOffset: everything below it has been processed.
   K2  `publish` waits for nothing.  One request is under way at a time; of the positions that come
       meanwhile, the newest is sent next.
-  K3  Equal positions are sent again only after AGAIN_S, so that they do not expire.
+  K3  Equal positions are sent again only after AGAIN_S, so that they do not expire, nor their
+      retention hold.
   K4  A run whose group another run has taken over publishes nothing more.
 """
 
@@ -36,6 +37,7 @@ class QueryProgress:
     """Publishes the progress of one run of a query, on the clients' loop.
 
     warn: called once for each kind of failure in a row
+    holds_retention: what the query has not processed is kept, within bounds
     """
 
     def __init__(
@@ -44,7 +46,10 @@ class QueryProgress:
         network: NetworkClient,
         group_id: str,
         warn: Callable[[str], None],
+        *,
+        holds_retention: bool = False,
     ) -> None:
+        self._holds_retention = holds_retention
         self._network = network
         self._group_id = group_id
         self._run_id = world.new_id()
@@ -84,7 +89,11 @@ class QueryProgress:
         request = wire.OffsetCommitRequest(
             member=wire.GroupMember(group_id=self._group_id, generation=NONE),
             metadata_offset=max(0, self._network.metadata.offset),
-            query=wire.QueryRun(run_id=self._run_id, first=self._sent is None),
+            query=wire.QueryRun(
+                run_id=self._run_id,
+                first=self._sent is None,
+                holds_retention=self._holds_retention,
+            ),
         )
         for name in sorted(progress):
             topic = progress[name]

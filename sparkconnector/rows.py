@@ -124,10 +124,12 @@ def from_log(
     shape: Shape,
     decoded_bytes_max: int,
     next_offset: int,
+    dense: bool = False,
 ) -> Iterator[pa.RecordBatch]:
     """Yield the rows of log batches whose offsets lie in `one` (A1).
 
     `one.start` is the requested offset; `next_offset` is the offset after the answer's last batch.
+    dense: the broker says that each batch begins where the one before it ends.
     Raises `CorruptBatch` or `InvalidRecord`, with the `position` at which the bad batch was
     expected; all rows below it have been yielded.
     """
@@ -140,7 +142,7 @@ def from_log(
         after = end if last else found[index + 1][1].base_offset
         raw = payload[at : at + header.length]
         with _placed(before):
-            batches.check_place(header, before, after, first=not index)
+            batches.check_place(header, before, after, first=not index, dense=dense)
             # Checked before the header decides anything: a flipped bit in it could make the reader
             # skip a batch that has rows.
             batches.check(raw)

@@ -43,6 +43,7 @@ class ScannedBatches(NamedTuple):
     aborted: tuple[tuple[int, int, int], ...]  #: producer id, first and last offset
     position: int
     next_offset: int
+    dense: bool  #: each batch begins where the one before it ends
 
 
 @dataclass(slots=True)
@@ -276,7 +277,9 @@ class Scan:
                 aborted = tuple(
                     (a.producer_id, a.first_offset, a.last_offset) for a in entry.aborted
                 )
-                self._items.put(ScannedBatches(payload, aborted, position, entry.next_offset))
+                self._items.put(
+                    ScannedBatches(payload, aborted, position, entry.next_offset, entry.dense)
+                )
 
 
 async def _send(stream: Stream, request: Any) -> None:

@@ -73,7 +73,9 @@ class PkStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
         begin = offsets.from_json(start)
         if self._source.group_id:
-            self._planner.cluster.publish(self._source.group_id, begin, warn)
+            self._planner.cluster.publish(
+                self._source.group_id, begin, warn, holds_retention=self._source.hold_retention
+            )
         bounds = self._planner.bounds()
         self._newest = offsets.latest(bounds)
         end = self._newest if self._target is None else self._target

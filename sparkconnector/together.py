@@ -4,12 +4,10 @@ The tasks write the records to the topics as participants of one transaction.  T
 them, commits to the table with `txnAppId` and `txnVersion`, and commits the transaction.  The
 table's commit is the decision: a driver that comes after a crash asks the log, then the table.
 
+The order of the steps, and what each driver may do, is in client/table_driver.
+
 Invariants
-  Y1  The log is asked first.  A batch that the log has is compared with its sums, and skipped in
-      both, so `ReplayDiffers` is raised before Delta could skip it in silence.
-  Y2  The rows are computed once: both sides read the same checkpointed rows.
-  Y3  Once the batch is prepared, this driver aborts nothing.  If its commit to the table fails, the
-      outcome may be unknown: the next driver or the resolver reads the table.
+  Y1  The rows are computed once: both sides read the same checkpointed rows.
 """
 
 from __future__ import annotations
@@ -18,11 +16,13 @@ import os
 import pickle
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pk import errors
+from pk.client import table_driver
 from pk.client.participant import BatchOfRun
-from pk.client.table_committer import AwaitedBatch, DecidingTable, TableBatchCommitter
+from pk.client.table_committer import TableBatchCommitter
+from pk.client.table_driver import DecidingTable, WrittenLog
 from pk.sparkconnector import batch_commit
 from pk.sparkconnector.planner import warn
 from pk.sparkconnector.sink_options import SinkOptions, job_name, sink
@@ -74,26 +74,55 @@ def commit_together(
     batch = BatchOfRun(job_name(app_id, _TOGETHER), f"table {state.table_id}", run, batch_id)
     decides = DecidingTable(url, state.table_id, app_id, batch_id)
     with TableBatchCommitter(settings.bootstrap, batch, **settings.client) as driver:
-        last, awaited = driver.job()
-        if awaited is not None:
-            _decide(driver, awaited, decides, storage_options)
-            last, _ = driver.job()
-        frame = batch_df.localCheckpoint()
-        pairs, sums = _write_log(_rows_of(frame, topics), settings, batch)
-        accept = settings.accept_mismatch
-        if not pairs and (sums or batch_id <= last):
-            return driver.commit((), sums, accept_mismatch=accept)  # Y1
-        if not pairs:  # without records there is nothing to prepare
-            _write_table(frame, table, app_id, batch_id)
-            return driver.commit((), {})
-        prepared = driver.prepare(pairs, sums, decides, accept_mismatch=accept)
-        if prepared is None:
-            return True
-        _write_table(frame, table, app_id, batch_id)  # Y3
-        warning = driver.decide(prepared, commit=True)
-        if warning:
-            warn(f"batch {batch_id} of {app_id!r} is committed, but {warning}")
-    return False
+        work = _Driver(driver, settings, batch, batch_df, topics, table, storage_options)
+        return table_driver.driven(table_driver.steps(decides), work.perform)
+
+
+class _Driver:
+    """Does the steps of a driver (client/table_driver) with Spark."""
+
+    def __init__(
+        self,
+        driver: TableBatchCommitter,
+        settings: SinkOptions,
+        batch: BatchOfRun,
+        batch_df: DataFrame,
+        topics: str | Mapping[str, TopicRows],
+        table: str,
+        storage_options: Mapping[str, str] | None,
+    ) -> None:
+        self._driver = driver
+        self._settings = settings
+        self._batch = batch
+        self._batch_df = batch_df
+        self._topics = topics
+        self._table = table
+        self._storage_options = storage_options
+        self._frame = batch_df
+
+    def perform(self, step: table_driver.Step) -> Any:
+        """Do a step and return its result."""
+        driver, accept = self._driver, self._settings.accept_mismatch
+        match step:
+            case table_driver.AskJob():
+                return driver.job()
+            case table_driver.ReadTable(url, app):
+                return _state(url, app, self._storage_options)
+            case table_driver.WriteLog():
+                self._frame = self._batch_df.localCheckpoint()  # Y1
+                return _write_log(_rows_of(self._frame, self._topics), self._settings, self._batch)
+            case table_driver.Prepare(written, decides):
+                return driver.prepare(*written, decides, accept_mismatch=accept)
+            case table_driver.WriteTable(app, version):
+                _write_table(self._frame, self._table, app, version)
+            case table_driver.Decide(awaited, commit):
+                warning = driver.decide(awaited, commit=commit)
+                if warning:
+                    name = f"batch {awaited.batch} of {awaited.table.app!r}"
+                    warn(f"{name} is committed, but {warning}")
+            case table_driver.CommitSums(sums):
+                return driver.commit((), sums, accept_mismatch=accept)
+        return None
 
 
 def _sink_of(options: Mapping[str, str], app_id: str) -> SinkOptions:
@@ -107,26 +136,6 @@ def _sink_of(options: Mapping[str, str], app_id: str) -> SinkOptions:
 
 def _state(url: str, app: str, storage_options: Mapping[str, str] | None) -> ApplicationState:
     return state_of(url, app, dict(storage_options or {}))
-
-
-def _decide(
-    driver: TableBatchCommitter,
-    awaited: AwaitedBatch,
-    decides: DecidingTable,
-    storage_options: Mapping[str, str] | None,
-) -> None:
-    """End the batch that an earlier driver prepared, by what the table has now."""
-    before = awaited.table
-    if before[:3] != decides[:3]:
-        raise errors.InvalidTxnState(
-            f"batch {awaited.batch} of {before.app!r} waits for the table {before.url} (id "
-            f"{before.table_id}), not for {decides.url} (id {decides.table_id}): an operator "
-            "decides with pk transactions resolve"
-        )
-    state = _state(before.url, before.app, storage_options)
-    if state.table_id != before.table_id or state.retention:
-        raise errors.InvalidTxnState(f"{before.url} was changed while it was read: start again")
-    driver.decide(awaited, commit=state.version is not None and state.version >= before.version)
 
 
 def _rows_of(frame: DataFrame, topics: str | Mapping[str, TopicRows]) -> DataFrame:
@@ -144,9 +153,7 @@ def _rows_of(frame: DataFrame, topics: str | Mapping[str, TopicRows]) -> DataFra
     return whole
 
 
-def _write_log(
-    records: DataFrame, settings: SinkOptions, batch: BatchOfRun
-) -> tuple[list[tuple[int, int]], dict[TopicId, RowSums]]:
+def _write_log(records: DataFrame, settings: SinkOptions, batch: BatchOfRun) -> WrittenLog:
     """Write the records with Spark's tasks; return the participants, and the sums of all rows."""
     columns = Columns(records.schema, settings)
 
@@ -163,7 +170,7 @@ def _write_log(
     for each in messages:
         for topic_id, part in each.sums.items():
             sums[topic_id] = sums.get(topic_id, RowSums()).plus(part)
-    return [(each.producer_id, each.epoch) for each in messages if each.joined], sums
+    return WrittenLog([(each.producer_id, each.epoch) for each in messages if each.joined], sums)
 
 
 def _write_table(frame: DataFrame, table: str, app_id: str, batch_id: int) -> None:

@@ -246,9 +246,11 @@ class _Compaction:
         """Return the cleanings of the partitions that are due and not done yet."""
         self._lease.check()
         snapshot = version.snapshot
-        now_ms, starts = self._lease.now_ms(), self._lease.local_log_starts()
+        now, starts = self._lease.now(), self._lease.local_log_starts()
+        holds = self._lease.retention_holds(self._partitions)
         size = sum(file.size for file in snapshot.files.values())
-        deadline_ms = None if now_ms is None else now_ms + CLEANING_MS + size // 1000
+        now_ms = None if now is None else now.earliest_ms
+        deadline_ms = None if now is None else now.latest_ms + CLEANING_MS + size // 1000
         found = []
         for partition in self._partitions:
             if partition in self._status:
@@ -260,6 +262,7 @@ class _Compaction:
                 now_ms=now_ms,
                 deadline_ms=deadline_ms,
                 settled_end=starts.get(partition, 0),
+                hold=holds.get(partition),
                 end=self._ends.get(partition),
             )
             self._ratios.setdefault(partition, each.plan.dirty_ratio)
@@ -360,8 +363,8 @@ class _Compaction:
         deadline_ms = one.cleanings[0].cleaning.deadline_ms
         if aged:
             assert deadline_ms is not None
-            now_ms = self._lease.now_ms()
-            if now_ms is None or now_ms + 2 * LANDS_WITHIN_MS > deadline_ms:
+            now = self._lease.now()
+            if now is None or now.latest_ms + 2 * LANDS_WITHIN_MS > deadline_ms:
                 raise errors.UnknownTierRange("the cleaning is late: plan again")
         change = hand_over(one.version, portion, results, deadline_ms if aged else None)
         self._lease.commit(change)

@@ -104,12 +104,14 @@ def clean_partition(
     now_ms: int | None,
     deadline_ms: int | None,
     settled_end: Offset,
+    hold: Offset | None,
     end: Offset | None = None,
 ) -> PartitionCleaning:
     """Return what a cleaning of the partition does, whether it is due or not.
 
     now_ms, deadline_ms: in the controller's time; None = it is not trusted (rule L10)
     settled_end: the lowest local_log_start of all assigned replicas (rule C4)
+    hold: the lowest offset that a query holds; None = none (rules C1, S1)
     end: where the job has begun to clean this partition; None = choose it
 
     Raises `InvalidRequest` if rows are missing, or if files of another engine cannot be sorted.
@@ -133,7 +135,7 @@ def clean_partition(
         log_start=counters.start,
         cleaned_end=counters.cleaned,
         last_stable_offset=counters.end,
-        hold=None,
+        hold=hold,
         now_ms=now_ms,
     )
     if end is not None:

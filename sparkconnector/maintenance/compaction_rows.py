@@ -20,7 +20,6 @@ Invariants
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -460,7 +459,7 @@ def _in_order(
 
 
 def _put(place: TablePlace, run: RewriteRun, built: convert.BuiltFile) -> bytes:
-    attempt = os.urandom(8).hex()
+    attempt = place.new_attempt()
     name = layout.DataName(
         run.partition, run.start, run.end, NONE, attempt, built.footer_crc, built.row_sum
     )

@@ -8,7 +8,6 @@ retention), the driver plans again on the newest version.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -74,7 +73,9 @@ class MergedRun(NamedTuple):
     sums: tuple[int, ...]
 
 
-class _Merge(NamedTuple):
+class MergeTask(NamedTuple):
+    """What an executor does: merge the files of a run."""
+
     place: TablePlace
     run: MergeRun
 
@@ -151,7 +152,7 @@ def _merge_and_commit(
     spark: SparkSession, version: TableVersion, runs: Sequence[MergeRun], lease: MaintenanceLease
 ) -> list[MergedRun]:
     lease.check()
-    tasks = [_Merge(version.place, run) for run in runs]
+    tasks = [MergeTask(version.place, run) for run in runs]
     merged: list[MergedRun] = tables.run_tasks(
         spark, tasks, merge, f"pk optimize {version.place.topic}"
     )
@@ -177,12 +178,8 @@ def hand_over(version: TableVersion, merged: Sequence[MergedRun]) -> wire.Commit
 # -- on the executors ------------------------------------------------------------------------------
 
 
-def merge(asked: _Merge) -> MergedRun:
-    """Read the files of a run, write one file with their rows, and put it into the store.
-
-    Each attempt of a task draws a name of its own: a speculative one never overwrites a file that a
-    version may name already.
-    """
+def merge(asked: MergeTask) -> MergedRun:
+    """Read the files of a run, write one file with their rows, and put it into the store."""
     buffer = OutputBuffer(2 * sum(file.size for file in asked.run.files) + (1 << 20))
     while True:
         try:
@@ -191,14 +188,14 @@ def merge(asked: _Merge) -> MergedRun:
         except OutputBufferFull:
             buffer.grow()
     run = asked.run
-    attempt = os.urandom(8).hex()
+    attempt = asked.place.new_attempt()
     name = layout.DataName(
         run.partition, run.start, run.end, NONE, attempt, built.footer_crc, built.row_sum
     )
     return MergedRun(run, tables.put(asked.place, name, built), sums)
 
 
-def _build(asked: _Merge, buffer: OutputBuffer) -> tuple[convert.BuiltFile, tuple[int, ...]]:
+def _build(asked: MergeTask, buffer: OutputBuffer) -> tuple[convert.BuiltFile, tuple[int, ...]]:
     builder = convert.FileBuilder(LEVEL, buffer)
     sums: list[int] = []
     for file in asked.run.files:

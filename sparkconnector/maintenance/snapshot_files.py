@@ -217,7 +217,8 @@ def commit(
     from deltalake.transaction import RemoveAction
 
     from pk.tiering import log_check
-    from pk.tiering.delta_actions import add_action, stats_of
+    from pk.tiering.delta_actions import add_action
+    from pk.tiering.delta_stats import stats_of
 
     now_ms = SystemClock().wall_ms()
     gone = {file.path for file in removed}

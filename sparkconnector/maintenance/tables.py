@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,19 @@ class TablePlace:
     storage_options: dict[str, str]
     bootstrap: str = ""
 
+    def file_system(self) -> tuple[Any, str]:
+        """Return an Arrow file system, and the table's root in it."""
+        return tier_scan.file_system(self.uri, self.storage_options)
+
+    def new_attempt(self) -> str:
+        """Return a name that no other attempt of a task has: a speculative one must not overwrite
+        a file that a version may name already."""
+        return os.urandom(8).hex()
+
+    def wall_ms(self) -> int:
+        """Return the time that is stated for a file written now; it is informative."""
+        return SystemClock().wall_ms()
+
 
 @dataclass(slots=True, frozen=True)
 class TableVersion:
@@ -48,7 +62,8 @@ def place_of(bootstrap: str, topic: str) -> tuple[TablePlace, list[int]]:
     """Return the place of a topic's table, and the topic's partitions.
 
     Raises `InvalidRequest` if the topic has no table, `UnknownTopicOrPartition` for an unknown
-    topic, `TierTableChanged` if the table was altered.
+    topic, `TierTableChanged` if the table was altered, and the retriable `TierUnavailable` while no
+    tier process can tell.
     """
     from pk.client.admin import AdminClient
 
@@ -57,6 +72,8 @@ def place_of(bootstrap: str, topic: str) -> tuple[TablePlace, list[int]]:
     if isinstance(found.problem, errors.TierTableChanged):
         raise found.problem
     if not found.uri or found.version < 0:
+        if isinstance(found.problem, errors.RetriableError):
+            raise found.problem  # the tier process restarts, or the store is away
         raise errors.InvalidRequest(f"topic {topic} has no table to maintain: {found.status}")
     options = dict(found.storage_options)
     place = TablePlace(topic, found.topic_id, found.uri, options, bootstrap)
@@ -81,7 +98,7 @@ def rows_of(
 
     Raises `DamagedTierFile`.
     """
-    source, root = tier_scan.file_system(place.uri, place.storage_options)
+    source, root = place.file_system()
     return tier_scan.whole_file(place.uri, source, root, listed(file), file.partition, schema)
 
 
@@ -90,7 +107,7 @@ def put(place: TablePlace, name: DataName, built: BuiltFile) -> bytes:
 
     Raises `TierUnavailable`.
     """
-    source, root = tier_scan.file_system(place.uri, place.storage_options)
+    source, root = place.file_system()
     path = layout.job_path(name)
     tier_scan.put_file(source, f"{root}/{path}", built.data)
     add = wire.AddFile(
@@ -105,7 +122,7 @@ def put(place: TablePlace, name: DataName, built: BuiltFile) -> bytes:
         max_offset=built.max_offset,
         min_timestamp_ms=built.min_timestamp_ms,
         max_timestamp_ms=built.max_timestamp_ms,
-        modified_ms=SystemClock().wall_ms(),
+        modified_ms=place.wall_ms(),
         null_keys=built.null_keys,
         null_values=built.null_values,
     )

@@ -75,12 +75,18 @@ class Cluster:
                 producer.send(topic, value=value, partition=number % places)
             producer.flush(60)
 
-    def consumed(self, topic: str) -> list[tuple[Any, ...]]:
+    def consumed(self, topic: str, *, transaction_open: bool = False) -> list[tuple[Any, ...]]:
         """Return all that a plain consumer sees: (partition, offset, key, value, timestamp,
         headers).
+
+        transaction_open: a transaction that stays open ends the read; otherwise the read waits for
+        the markers that are still on their way.
         """
         found = []
-        ends = self.admin.offsets(topic)
+        ends = {}
+        for each in self.admin.describe_topics([topic]):
+            end = each.last_stable_offset if transaction_open else each.log_end
+            ends[TopicPartition(topic, each.partition)] = end
         with Consumer(self.address, auto_offset_reset="earliest") as consumer:
             consumer.assign([TopicPartition(topic, place.partition) for place in ends])
             deadline = monotonic_s() + 60

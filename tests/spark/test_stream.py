@@ -133,7 +133,7 @@ def test_a_query_shows_its_progress_as_a_group(spark, cluster, tmp_path, patient
     group, admin = f"{topic}-query", AdminClient(cluster.address)
 
     def started(name: str, group: str):
-        frame = stream(spark, cluster, topic, groupId=group)
+        frame = stream(spark, cluster, topic, groupId=group, holdRetention="true")
         writer = frame.writeStream.format("noop").trigger(processingTime="100 milliseconds")
         writer = writer.option("checkpointLocation", str(tmp_path / name))
         return patiently(writer.start, lambda query: query.processAllAvailable())
@@ -148,6 +148,7 @@ def test_a_query_shows_its_progress_as_a_group(spark, cluster, tmp_path, patient
         query.processAllAvailable()
         cluster.wait("the progress goes on", lambda: processed() == 25)
         assert admin.describe_group(group).kind == "query"
+        assert admin.describe_group(group).holds_retention
         with Consumer(cluster.address, group_id=group) as consumer:
             consumer.subscribe([topic])
             with pytest.raises(errors.InconsistentGroupProtocol, match="streaming query"):

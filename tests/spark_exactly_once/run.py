@@ -27,16 +27,18 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "fixtures"))
+for _shared in ("fixtures", "kit"):
+    sys.path.insert(0, str(Path(__file__).parents[1] / _shared))
 
-from versitygw import S3Server, find_binary, free_port
+# ruff: noqa: E402 - the modules of campaigns are found by the paths above
+import campaign as kit
+from campaign import store_of
 
-from pk import AdminClient, Consumer, Producer, TopicPartition
+from pk import AdminClient, Producer
 from pk.cli.embedded import EmbeddedServer
 from pk.clock import block_s, monotonic_s
 
@@ -50,10 +52,9 @@ RUN_S = 900.0
 
 
 @dataclass
-class Verdict:
+class Verdict(kit.Verdict):
     """What the campaign found."""
 
-    seed: int
     store: str
     records: int = 0
     batches: int = 0
@@ -62,12 +63,6 @@ class Verdict:
     set_back: int = 0
     table_rows: int = 0
     aborted_rows: int = 0
-    broken: list[str] = field(default_factory=list)
-
-    def check(self, holds: bool, words: str) -> None:
-        """Note a broken promise."""
-        if not holds:
-            self.broken.append(words)
 
 
 def values(first: int, last: int) -> list[bytes]:
@@ -141,20 +136,10 @@ class Query:
 
 def consumed(address: str, *, committed: bool) -> list[tuple[int, int, bytes]]:
     """Return (partition, offset, value) of the target."""
-    level = "read_committed" if committed else "read_uncommitted"
-    found: list[tuple[int, int, bytes]] = []
-    places = [TopicPartition(TARGET, number) for number in range(PARTITIONS)]
-    with Consumer(address, isolation_level=level, auto_offset_reset="earliest") as consumer:
-        consumer.assign(places)
-        ends = consumer.end_offsets(places)
-        deadline = monotonic_s() + 120
-        while any(consumer.position(place) < end for place, end in ends.items()):
-            if monotonic_s() > deadline:
-                raise RuntimeError(f"the consumer stands still before {ends}")
-            for place, rows in consumer.poll_batches(0.5):
-                offsets, cells = rows.column("offset").to_pylist(), rows.column("value").to_pylist()
-                found += [(place.partition, *each) for each in zip(offsets, cells, strict=True)]
-    return sorted(found)
+    rows = kit.rows_of(address, TARGET, PARTITIONS, 120, committed=committed)
+    return sorted(
+        (number, offset, value) for number, found in rows.items() for offset, _, value in found
+    )
 
 
 def read_by_spark(address: str) -> list[tuple[int, int, bytes]]:
@@ -244,33 +229,6 @@ def judge(query: Query, verdict: Verdict, options: dict[str, str] | None) -> Non
     verdict.table_rows = len(rows)
     verdict.check(rows == got, f"the table has {len(rows)} rows, the consumer {len(got)}")
     verdict.batches = query.batches
-
-
-@contextlib.contextmanager
-def store_of(name: str, work: Path) -> Iterator[tuple[dict[str, Any], dict[str, str] | None]]:
-    """Yield the server's settings of the tier, and the options with which deltalake opens it."""
-    if name == "file":
-        (work / "tier").mkdir()
-        yield {"tier_url": (work / "tier").as_uri()}, None
-        return
-    binary = find_binary()
-    if binary is None:
-        raise SystemExit("--store s3 needs versitygw: install Go, or set PK_VERSITYGW")
-    server = S3Server(binary, work, free_port())
-    server.start()
-    try:
-        yield (
-            server.server_settings("tier"),
-            {
-                "AWS_ACCESS_KEY_ID": server.access_key,
-                "AWS_SECRET_ACCESS_KEY": server.secret_key,
-                "AWS_ENDPOINT_URL": server.endpoint,
-                "AWS_REGION": "us-east-1",
-                "AWS_ALLOW_HTTP": "true",
-            },
-        )
-    finally:
-        server.stop()
 
 
 def run(seed: int, store: str, work: Path, *, short: bool = False) -> Verdict:

@@ -272,3 +272,11 @@ def test_a_job_lists_the_producers_without_their_state() -> None:
     log.roll()
     log.log.producers.items = None  # type: ignore[method-assign, assignment]
     assert sorted(log.job().producer_ids.tolist()) == sorted(log.log.producers.ids())
+
+
+def test_horizons_are_set_by_the_latest_clock_and_compared_with_the_earliest() -> None:
+    """Rule C4: the median of an even number of clocks lies between two of them."""
+    log = written()
+    narrow, wide = log.job().cleaning, log.job(spread_ms=55_000).cleaning
+    assert wide.now_ms == narrow.now_ms == log.now_ms
+    assert wide.new_horizon == narrow.new_horizon + 55_000

@@ -135,6 +135,11 @@ def test_a_stream_may_show_its_progress_as_a_group():
     batch = read(groupId="g")
     assert batch.group_id == ""
     assert "groupId has no effect on a batch read" in batch.warnings[0]
+    assert not read(True, groupId="g").hold_retention
+    assert read(True, groupId="g", holdRetention="true").hold_retention
+    assert "holdRetention has no effect" in read(holdRetention="true").warnings[0]
+    with pytest.raises(errors.InvalidOption, match="holdRetention needs groupId"):
+        read(True, holdRetention="true")
     for odd in ("", " ", "g" * 250):
         with pytest.raises(errors.InvalidOption, match="groupId"):
             read(True, groupId=odd)

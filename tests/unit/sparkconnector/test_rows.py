@@ -74,6 +74,19 @@ def test_no_row_is_left_out_for_where_its_batch_says_it_begins(number):
             read(bytes(bad), 0, 6, ("offset", "value"), until=6)
 
 
+def test_rows_whose_batches_are_moved_up_together_do_not_continue_a_dense_log():
+    good = log_of([2, 2, 2, 2])
+    size = len(good) // 4
+    moved = bytearray(good)
+    moved[size] ^= 4  # offset 2 becomes 6
+    moved[size * 2] ^= 8  # offset 4 becomes 12
+    payload, one = memoryview(bytes(moved[: size * 3])), Range("flights", "id", 2, 0, 14)
+    shape = rows.Shape(options.columns_of(("offset",)), one.topic, one.partition)
+    with pytest.raises(errors.CorruptBatch) as told:
+        list(rows.from_log(payload, (), one, shape, MAX, 14, dense=True))
+    assert told.value.details["position"] == "2"
+
+
 def test_all_columns_have_sparks_types():
     to_arrow_schema = pytest.importorskip("pyspark.sql.pandas.types").to_arrow_schema
     from pyspark.sql.types import (

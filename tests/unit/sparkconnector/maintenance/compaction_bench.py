@@ -159,6 +159,7 @@ class Bench:
             now_ms=self.now_ms if clock else None,
             deadline_ms=self.now_ms + 5 if clock else None,
             settled_end=self.settled_end,
+            hold=None,
             end=end,
         )
 

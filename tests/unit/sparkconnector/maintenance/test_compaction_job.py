@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pk import errors
+from pk.clock import MedianTime
 from pk.compaction.plan import CompactionLimits
 from pk.sparkconnector.maintenance.compaction import CLEANING_MS, _Compaction, _Round
 from pk.sparkconnector.maintenance.compaction_plan import Portion, RewriteRun, TopicLimits
@@ -26,16 +27,20 @@ class Lease:
     def __init__(self) -> None:
         self.time_ms: int | None = 1_000
         self.starts = {0: 7}
+        self.holds: dict[int, int] = {}
         self.changes: list[wire.CommitToTableRequest] = []
 
     def check(self) -> None:
         pass
 
-    def now_ms(self) -> int | None:
-        return self.time_ms
+    def now(self) -> MedianTime | None:
+        return None if self.time_ms is None else MedianTime(self.time_ms, self.time_ms)
 
     def local_log_starts(self) -> dict[int, int]:
         return self.starts
+
+    def retention_holds(self, partitions: list[int]) -> dict[int, int]:
+        return self.holds
 
     def commit(self, change: wire.CommitToTableRequest) -> None:
         self.changes.append(change)
@@ -71,6 +76,14 @@ def test_times_come_with_the_lease(table: Bench) -> None:
     (found,) = cleanings(driver(table, lease), table)
     assert (found.cleaning.now_ms, found.cleaning.deadline_ms) == (None, None)
     assert found.cleaning.settled_end == 0
+
+
+def test_nothing_that_a_query_holds_is_compacted(table: Bench) -> None:
+    """The cleanable range ends at the hold (C1, S1)."""
+    lease = Lease()
+    lease.holds = {0: 1, 1: 0}
+    (found,) = cleanings(driver(table, lease), table, force=True)
+    assert found.cleaning.end <= 1
 
 
 def test_a_partition_that_is_not_due_is_left_alone(table: Bench) -> None:

@@ -137,7 +137,7 @@ def test_offsets_without_rows_at_the_end_are_cleaned(bench: Bench) -> None:
     assert bench.snapshot.partition(0).cleaned == 5
     bench.append([(L, b"3")])
     cleaning = compaction_plan.clean_partition(
-        bench.snapshot, 0, LIMITS, now_ms=None, deadline_ms=None, settled_end=0
+        bench.snapshot, 0, LIMITS, now_ms=None, deadline_ms=None, settled_end=0, hold=None
     )
     assert cleaning.plan.first_dirty == 5
 
