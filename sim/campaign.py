@@ -20,7 +20,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pk.client.assignors import ASSIGNORS
 from pk.sim.checkers import (
     PartitionSample,
     ReaderCheck,
@@ -35,8 +34,8 @@ from pk.sim.compaction_run import CompactionRun
 from pk.sim.damage_reports import watch_reports
 from pk.sim.faults import Faults
 from pk.sim.full_disk_check import FullDiskCheck
-from pk.sim.group_history import GroupHistory
-from pk.sim.groups import GroupClient, GroupRun
+from pk.sim.groups import GroupRun, group_run
+from pk.sim.holds import HoldRun
 from pk.sim.loop import Stuck
 from pk.sim.operations import Operator
 from pk.sim.options import BROKER, CONTROLLER, SimOptions, drawn
@@ -52,6 +51,7 @@ from pk.types import PartitionKey, TopicPartition
 #: Sessions and rebalances of a run are short.
 GROUP_SETTINGS = {"group_initial_rebalance_delay_ms": 200, "group_min_session_timeout_ms": 500}
 LOOK_EVERY = 20  #: in ticks
+GROUPS_EVERY = 4  #: in ticks
 IMAGES_EVERY = 400
 LIVENESS_TICK_MS = 50
 EVENTS_MAX = 5_000_000
@@ -166,6 +166,7 @@ class Run:
             )
             self.faults.transactions.coordinator_of = self.transactions.samples.coordinator_of
         self.groups = self._group_run() if self.options.groups else None
+        self.holds = self._hold_run() if self.options.holds else None
         self.compaction = self._compaction_run()
         self._clock = SimClock(self.world.loop)
         self._bounds: dict[PartitionKey, PartitionSample] = self.observer.latest
@@ -173,16 +174,16 @@ class Run:
         self._lives = 0
 
     def _group_run(self) -> GroupRun:
-        rng = self.world.random("group")
-        shared = GroupClient(
-            self.cluster.bootstrap,
-            GroupHistory(),
+        return group_run(self.cluster, self.oracle, self.options, self._trouble, self.world.random)
+
+    def _hold_run(self) -> HoldRun:
+        return HoldRun(
+            self.cluster,
             self.oracle,
-            self.options,
+            self.observer.latest,
+            self.world.random("holds"),
             self._trouble,
-            rng.choice(sorted(ASSIGNORS)),
         )
-        return GroupRun(shared, self.world.random)
 
     def _compaction_run(self) -> CompactionRun | None:
         """Return the part of the run that has compacted topics; None = it has none."""
@@ -250,6 +251,8 @@ class Run:
                 self.transactions.start_client(world, life)
             if self.groups is not None:
                 self.groups.start_client(world, life)
+            if self.holds is not None:
+                self.holds.start_client(world, life)
             if self.compaction is not None:
                 self.compaction.start_client(world, life)
 
@@ -320,6 +323,7 @@ class Run:
             **self.counts,
             **(self.transactions.figures() if self.transactions is not None else {}),
             **(self.groups.figures() if self.groups is not None else {}),
+            **(self.holds.figures() if self.holds is not None else {}),
             **(self.compaction.figures() if self.compaction is not None else {}),
             **told,
             **self.cluster.store.counts,
@@ -347,6 +351,8 @@ class Run:
         self.observer.look_at_all()
         if self.transactions is not None:
             self.transactions.samples.look()
+        if self.holds is not None:
+            self.holds.look()
         self._complain()
 
     def _complain(self) -> None:
@@ -358,6 +364,8 @@ class Run:
         self.cluster.supervise()
         self.observer.tick()
         self._complain()
+        if self.groups is not None and self._ticks % GROUPS_EVERY == 0:
+            self.groups.look(self.world.loop.now_us / 1000)
         if self._ticks % LOOK_EVERY == 0:
             self._look()
             self.full_disks.look(self.world.loop.now_us / 1000, self.faults.calm_since_ms)
@@ -444,6 +452,9 @@ class Run:
         await self._until("well", lambda: self.operator.waits() or self.cluster.unwell())
         if run is not None:
             await self._until("stable", run.samples.unstable, STABLE_MS, "V22")
+            if run.start_again():
+                await self._until("queries", run.unsettled)
+                await self._until("stable", run.samples.unstable, STABLE_MS, "V22")
             await self._until("well", lambda: self.operator.waits() or self.cluster.unwell())
         if self.groups is not None:
             await self._until("the group", self.groups.unsettled)

@@ -51,6 +51,8 @@ from pk.sim.compaction_canaries import COMPACTION_CANARIES
 from pk.sim.group_canaries import GROUP_CANARIES
 from pk.sim.job_canaries import JOB_CANARIES
 from pk.sim.options import KEPT, NodePlan
+from pk.sim.table_canaries import TABLE_CANARIES
+from pk.sim.together_canaries import TOGETHER_CANARIES
 from pk.sim.transaction_canaries import TRANSACTION_CANARIES
 
 RECORD = Path(__file__).resolve().parents[1] / "tests" / "data" / "canaries.json"
@@ -432,6 +434,11 @@ CANARIES: dict[str, Canary] = {
         {**HOT, "segment_bytes": "14336", "retention_bytes": "30000"},
         ("disk_short", "kill_broker"), fault_ms=8_000,
     ),
+    "a lack of descriptors fails the directory": Canary(
+        "L2", log_canaries.lack_of_descriptors_fails_the_directory,
+        "V5 n1/controller liveness", HOT,
+        ("no_descriptors",), ("grow",),
+    ),
     "a directory without identity is out of the way": Canary(
         "L15", log_canaries.directory_out_of_the_way, f"V5 {LOSSES}", HOT, ("identity_lost",)
     ),
@@ -471,8 +478,10 @@ CANARIES: dict[str, Canary] = {
     ),
     **TRANSACTION_CANARIES,
     **JOB_CANARIES,
+    **TOGETHER_CANARIES,
     **GROUP_CANARIES,
     **COMPACTION_CANARIES,
+    **TABLE_CANARIES,
 }  # fmt: skip
 
 

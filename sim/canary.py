@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from pk.sim.campaign import Run
-from pk.sim.options import KEPT, NodePlan, SimOptions, TopicPlan
+from pk.sim.options import KEPT, LAKE_URL, NodePlan, SimOptions, TopicPlan
 
 TIERED = {
     "segment_bytes": "14336",
@@ -27,6 +28,14 @@ COMPACTED = {
     "min_cleanable_dirty_ratio": "0.0",
     "delete_retention_ms": "1500",
     "flush_on_ack": "true",
+}
+MAINTAINED = {
+    **COMPACTED,
+    "tier_enable": "true",
+    "tier_max_lag_ms": "50",
+    "tier_file_bytes": "100000",
+    "local_drop_delay_ms": "0",
+    "local_retention_bytes": "0",
 }
 SAFE = {**HOT, "min_insync_replicas": "2"}
 #: Machines lose power one at a time, with long pauses, so that every remaining copy counts.
@@ -58,8 +67,12 @@ class Canary:
     snapshot_bytes: int | None = None  #: metadata_log_max_record_bytes_between_snapshots
     transactions: int = 0  #: number of transactional ids
     jobs: int = 0
+    together_jobs: int = 0  #: jobs whose batches a Delta table decides
     groups: int = 0  #: number of members of the consumer group
+    copies_ms: int = 0  #: tier_offsets_interval_ms; 0 = no copies of committed offsets
+    holds: bool = False  #: a query holds retention
     compacted: Mapping[str, str] | None = None  #: configs of a compacted topic
+    maintained: Mapping[str, str] | None = None  #: configs of a topic whose table jobs maintain
     lease_ms: int = 5_000  #: participant_lease_ms, if there are jobs
 
     @property
@@ -82,6 +95,7 @@ class Canary:
                 "producer_id_expiration_ms": self.expiration_ms,
                 "disk_reserve_bytes": self.reserve_bytes,
                 **({} if size is None else {option: size}),
+                "tier_offsets_interval_ms": self.copies_ms,
                 **self._leases,
                 **({} if self.compacted is None else {"log_cleaner_backoff_ms": 100}),
             },
@@ -89,28 +103,39 @@ class Canary:
             transactions=self.transactions,
             transaction_topics=self._transaction_topics,
             jobs=self.jobs,
+            together_jobs=self.together_jobs,
             groups=self.groups,
+            holds=self.holds,
             compacted_topics=self._compacted_topics,
         )
 
     @property
     def _compacted_topics(self) -> tuple[TopicPlan, ...]:
-        if self.compacted is None:
-            return ()
-        return (TopicPlan("compacted", 1, {**COMPACTED, **self.compacted}, self.copies),)
+        plans = (
+            ("compacted", COMPACTED, self.compacted),
+            ("maintained", MAINTAINED, self.maintained),
+        )
+        return tuple(
+            TopicPlan(name, 1, {**usual, **own}, self.copies)
+            for name, usual, own in plans
+            if own is not None
+        )
 
     @property
-    def _leases(self) -> dict[str, int]:
-        if not self.jobs:
+    def _leases(self) -> dict[str, Any]:
+        if not (self.jobs or self.together_jobs):
             return {}
-        return {
+        leases: dict[str, Any] = {
             "participant_lease_ms": self.lease_ms,
             "participant_transaction_max_ms": 15_000,
         }
+        if self.together_jobs:
+            leases.update(prepared_max_ms=1_000, resolver_table_urls=LAKE_URL)
+        return leases
 
     @property
     def _transaction_topics(self) -> tuple[TopicPlan, ...]:
-        if not (self.transactions or self.jobs):
+        if not (self.transactions or self.jobs or self.together_jobs):
             return ()
         configs = {**self.configs, **KEPT, "flush_on_ack": "true"}
         return (TopicPlan("transactions", 3, configs, self.copies),)

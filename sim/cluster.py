@@ -17,6 +17,7 @@ from pk.server.node.run_config import RunConfig
 from pk.server.node.settings import ROLES, resolve
 from pk.server.raft.messages import Voter
 from pk.server.raft.timing import Timing
+from pk.sim.lake import SimLake
 from pk.sim.machine import KillableStorage as KillableStorage
 from pk.sim.machine import SimMachine
 from pk.sim.objects import SimObjects
@@ -43,6 +44,7 @@ class SimCluster:
         self.world = world
         self.options = options
         self.store = SimObjects(world)
+        self.lake = SimLake(world)
         self.problems: list[str] = []
         self.events: dict[str, int] = {}  #: log events of all processes, by name
         self.snapshot_loads = {CONTROLLER: 0, BROKER: 0}
@@ -61,7 +63,12 @@ class SimCluster:
         self.older_builds: dict[int, None] = {}
         self.on_damage: Callable[[SimMachine], bool] | None = None
         # Full disks of the simulator have less space than the default reserve.
-        self._server = {"tier_url": self.store.url, "disk_reserve_bytes": 0, **server}
+        self._server = {
+            "tier_url": self.store.url,
+            "disk_reserve_bytes": 0,
+            "tier_offsets_interval_ms": 0,
+            **server,
+        }
         self.machines = [SimMachine(self, plan) for plan in options.nodes]
         self.by_id = {machine.node_id: machine for machine in self.machines}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,8 @@ class CompactionClient:
     tell: OnTrouble
     now_ms: Callable[[], float]
     end_of: Callable[[TopicPartition], Offset]  #: the largest known high watermark
+    deleted: Container[str]  #: topics of whose tables another engine has deleted rows
+    rotten: Collection[str]  #: paths of damaged files of tables
     stopping: bool = False
     reads: int = 0
 
@@ -212,15 +214,17 @@ async def read_place(
             if told is not None and not _explained(shared, place, told.error):
                 shared.trouble(f"V28: {who} of {place} was told {told.error!r}")
                 return
-            if told is not None and isinstance(told.error, errors.LogTruncated):
-                return  # records were lost while it read
+            if told is not None and isinstance(told.error, errors.LogTruncated | errors.DataLoss):
+                return  # records were lost while it read, or another engine has deleted them
             found, refused = taken(engine, insist=True)
             for _, batch in found:
                 rows += keyed_rows_of(batch, shared.now_ms())
             for damage in refused:
-                shared.trouble(f"V28: {who} of {place} was told {damage.error!r}")
+                if not _explained(shared, place, damage.error):
+                    shared.trouble(f"V28: {who} of {place} was told {damage.error!r}")
                 return
-            if (engine.fetcher.frontier(place) or start) >= shared.end_of(place):
+            reached = engine.fetcher.frontier(place) or start
+            if reached >= shared.end_of(place):
                 break
             if not insist and (shared.stopping or shared.now_ms() > began_ms + READ_MS):
                 return
@@ -233,6 +237,7 @@ async def read_place(
         place,
         rows,
         start=start,
+        end=reached,
         began_ms=began_ms,
         now_ms=shared.now_ms(),
         who=who,
@@ -242,5 +247,9 @@ async def read_place(
 def _explained(shared: CompactionClient, place: TopicPartition, error: errors.PkError) -> bool:
     if isinstance(error, errors.LogTruncated | errors.OffsetOutOfRange):
         return shared.history.may_be_cut(place)
+    if isinstance(error, errors.DataLoss):
+        return place.topic in shared.deleted
+    if isinstance(error, errors.DamagedTierFile):
+        return any(path in error.message for path in shared.rotten)
     late = errors.RetriableError, errors.UnknownTopicId
     return isinstance(error, late) or _for_want_of_room(error)

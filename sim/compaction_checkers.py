@@ -30,6 +30,7 @@ def check_rows(
     rows: Sequence[KeyedRow],
     *,
     start: Offset,
+    end: Offset | None = None,
     began_ms: float,
     now_ms: float,
     rule: str = "V28",
@@ -37,25 +38,20 @@ def check_rows(
 ) -> None:
     """Check all rows of `[start, HW)` of one reader or one replica.
 
+    start: offsets below it are not expected; a log that has expired begins later
+    end: where the reader stopped; None = behind every record.  The high watermark of a new leader
+        stays below acknowledged records while too few replicas are in sync (rule R1)
     began_ms: when the reader began; now_ms: when it reached the high watermark
     """
     where = f"{who} of {place} from {start}"
-    _check_contents(history, place, rows, rule, where)
+    check_contents(history, place, rows, rule, where)
     if history.may_be_cut(place):
         return
-    sent = history.of(place)
-    newest: dict[bytes, Keyed] = {}
-    vague = {each.key for each in sent if each.tombstone and _unknown(each)}
-    for each in sent:
-        known = each.outcome is Outcome.ACKNOWLEDGED and each.acked_ms <= began_ms
-        if known and each.offset >= start:
-            before = newest.get(each.key)
-            newest[each.key] = each if before is None or before.offset < each.offset else before
     last = {row.key: row for row in rows}
     retention_ms = history.retention_ms(place)
-    for key, record in newest.items():
+    for key, record in newest_of(history, place, start, end, began_ms).items():
         row = last.get(key)
-        if (row is not None and row.offset >= record.offset) or key in vague:
+        if row is not None and row.offset >= record.offset:
             continue
         require(record.tombstone, rule, "{}: {} is missing, the key has {}", where, record, row)
         age_ms = now_ms - record.acked_ms
@@ -65,17 +61,42 @@ def check_rows(
         require(late, rule, "{}: {} without its tombstone {}", where, row, record)
 
 
+def newest_of(
+    history: CompactionHistory,
+    place: TopicPartition,
+    start: Offset,
+    end: Offset | None,
+    acked_ms: float,
+) -> dict[bytes, Keyed]:
+    """Return of each key the newest record of `[start, end)` that was acknowledged by `acked_ms`.
+
+    Keys with a tombstone of unknown outcome are missing: it may stand behind that record.
+    """
+    newest: dict[bytes, Keyed] = {}
+    sent = history.of(place)
+    vague = {each.key for each in sent if each.tombstone and _unknown(each)}
+    start = max(start, history.log_start(place))
+    for each in sent:
+        known = each.outcome is Outcome.ACKNOWLEDGED and each.acked_ms <= acked_ms
+        inside = each.offset >= start and (end is None or each.offset < end)
+        if known and inside and each.key not in vague:
+            before = newest.get(each.key)
+            newest[each.key] = each if before is None or before.offset < each.offset else before
+    return newest
+
+
 def _unknown(record: Keyed) -> bool:
     return record.outcome is not Outcome.ACKNOWLEDGED
 
 
-def _check_contents(
+def check_contents(
     history: CompactionHistory,
     place: TopicPartition,
     rows: Sequence[KeyedRow],
     rule: str,
     where: str,
 ) -> None:
+    """Check that each row is a record that was sent, once, in the order of the offsets."""
     cut = history.may_be_cut(place)
     before = -1
     seen: dict[object, KeyedRow] = {}

@@ -13,7 +13,7 @@ from functools import partial
 from pk import errors
 from pk.sim.cluster import SimCluster
 from pk.sim.disk import GROWING, NO_ROOM
-from pk.sim.machine import DISKS, RESTART_MS, SimMachine
+from pk.sim.machine import DISKS, POWER_OFF_MS, RESTART_MS, SimMachine
 from pk.sim.network import NOBODY
 from pk.sim.options import BROKER
 from pk.sim.samples import Observer
@@ -21,7 +21,6 @@ from pk.types import NONE
 
 #: Operations of the disk until the swap is hit; a swap has some dozens.
 SWAP_OPERATIONS = 45
-POWER_OFF_MS = (400, 5_000)
 FULL_MS = (200.0, 5_000.0)
 #: Runs a function after a delay in ms.
 After = Callable[[float, Callable[[], None]], None]

@@ -6,7 +6,7 @@ have lost acknowledged records (an era ended, sim/oracle) promises less: compact
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -56,6 +56,7 @@ class CompactionHistory:
         self._eras = eras
         self._retention_ms = retention_ms
         self.sent: dict[RecordId, Keyed] = {}
+        self.log_start_of: Callable[[str, int], Offset] = lambda topic_id, partition: 0
         self._by_place: dict[TopicPartition, list[Keyed]] = {}
         self._numbers: dict[str, int] = {}
 
@@ -94,6 +95,11 @@ class CompactionHistory:
         """Return whether acknowledged records of the partition may be lost."""
         topic = self.known.topics[place.topic]
         return self._eras.era(topic.topic_id, place.partition) > 0
+
+    def log_start(self, place: TopicPartition) -> Offset:
+        """Return the largest known log_start of the partition: size retention moves it."""
+        topic = self.known.topics[place.topic]
+        return self.log_start_of(topic.topic_id, place.partition)
 
     def retention_ms(self, place: TopicPartition) -> int:
         """Return delete_retention_ms of the topic."""

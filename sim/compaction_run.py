@@ -17,10 +17,12 @@ from pk.sim.cluster import SimCluster
 from pk.sim.compaction import CompactionClient, CompactionReader, KeyedWriter, read_place
 from pk.sim.compaction_checkers import check_rows
 from pk.sim.compaction_history import CompactionHistory, KeyedRow, keyed_rows_of
+from pk.sim.disk import observing
 from pk.sim.machine import SimMachine
 from pk.sim.options import BROKER, SimOptions
 from pk.sim.oracle import Oracle
 from pk.sim.samples import Observer
+from pk.sim.table_run import TableRun
 from pk.sim.workload import OnTrouble, SimAdmin
 from pk.sim.world import SimWorld
 from pk.types import Offset, PartitionKey, TopicPartition
@@ -66,6 +68,8 @@ class CompactionRun:
             world.record,
             oracle.now_ms,
             self.end_of,
+            deleted=oracle.thinned_tables,
+            rotten=oracle.rotten_files,
         )
         chores = tuple(name for name in CHORES if name in options.chores)
         self.admin = SimAdmin(
@@ -80,6 +84,8 @@ class CompactionRun:
         cluster.listeners["log_cleaned"] = self._cleaned
         self._was_offline = cluster.listeners["partition_offline"]
         cluster.listeners["partition_offline"] = self._offline
+        self.tables = TableRun(world, cluster, observer, self.shared, counts)
+        self.history.log_start_of = lambda topic_id, partition: bounds_of(topic_id, partition)[0]
         self.chores: Any = None
         self._writers: list[KeyedWriter] = []
 
@@ -129,6 +135,7 @@ class CompactionRun:
         for number in range(READERS):
             name = f"r{number}.{life}"
             CompactionReader(world, self.shared, name, random_of(name)).start()
+        self.tables.start_client(world, life)
 
     def rest(self) -> None:
         """Let the administrator, the writers and the readers end, and begin nothing."""
@@ -144,17 +151,19 @@ class CompactionRun:
         if not self.chores.done():
             return "a chore of compacted topics goes on"
         pending = self.history.pending()
-        return f"{pending} keyed records wait" if pending else ""
+        return f"{pending} keyed records wait" if pending else self.tables.unsettled()
 
     # -- validation --------------------------------------------------------------------------------
 
     async def read(self, world: World) -> None:
         """Check every partition from its start, as a last reader gets it."""
+        await self.tables.finish(world)
         for place in self.history.places():
             await read_place(world, self.shared, place, 0, "the last reader", insist=True)
 
     def judge(self) -> None:
-        """Check every replica (V29)."""
+        """Check every replica (V29) and every maintained table (V30)."""
+        self.tables.judge()
         now_ms = self.shared.now_ms()
         for machine in self._cluster.with_role(BROKER):
             broker = machine.broker
@@ -170,7 +179,7 @@ class CompactionRun:
                     self.history,
                     place,
                     rows,
-                    start=0,
+                    start=partition.log.local_log_start if partition.tiered else 0,
                     began_ms=now_ms,
                     now_ms=now_ms,
                     rule="V29",
@@ -182,7 +191,8 @@ class CompactionRun:
         found: list[KeyedRow] = []
         at = log.local_log_start
         while at < end:
-            read = log.read(at, bound=end, max_bytes=1 << 20)
+            with observing():
+                read = log.read(at, bound=end, max_bytes=1 << 20)
             if not read.data:
                 break
             for header, raw in batches.iter_batches(read.data):

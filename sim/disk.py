@@ -23,9 +23,10 @@ All random choices come from the `Random` that the caller passes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -41,6 +42,25 @@ BLOCK = 4096
 NO_ROOM = "no space for"
 #: The operations that need space: for data, or for names in directories.
 GROWING = ("append", "write_at", "create", "make_dir", "rename")
+#: The operations that need a descriptor: they open a file or a directory, or open a file again
+#: because its descriptor was closed (log/descriptor_pool).  A directory whose names changed is
+#: synced with a spare one.
+OPENING = ("open", "create", "list", "read", "append", "write_at", "truncate", "sync")
+
+
+#: Set while an observer of the simulator reads: no fault hits it.
+_observing = False
+
+
+@contextlib.contextmanager
+def observing() -> Iterator[None]:
+    """Read logs without their faults."""
+    global _observing
+    before, _observing = _observing, True
+    try:
+        yield
+    finally:
+        _observing = before
 
 
 class Crashed(BaseException):
@@ -341,7 +361,8 @@ class SimStorage:
         self._faulty(operation, path)
 
     def _faulty(self, operation: str, path: str) -> None:
-        error = self.fault(operation, path) if self.fault is not None else None
+        fault = None if _observing else self.fault
+        error = fault(operation, path) if fault is not None else None
         if error is None:
             return
         if isinstance(error, errors.StorageFull) or operation == "read":

@@ -14,13 +14,14 @@ from collections.abc import Callable, Sequence
 from itertools import combinations
 
 from pk import errors
+from pk.sim.clock_faults import ClockFaults
 from pk.sim.cluster import SimCluster
 from pk.sim.compaction_faults import CompactionFaults
 from pk.sim.corruption import Corruption
-from pk.sim.disk import GROWING, NO_ROOM
+from pk.sim.disk import GROWING, NO_ROOM, OPENING
 from pk.sim.format_faults import FormatFaults
 from pk.sim.identity_faults import IdentityFaults
-from pk.sim.machine import DISKS, RESTART_MS, KillableStorage, SimMachine
+from pk.sim.machine import DISKS, POWER_OFF_MS, RESTART_MS, KillableStorage, SimMachine
 from pk.sim.network import End, Link
 from pk.sim.operations import Operator
 from pk.sim.options import BROKER, CONTROLLER, TIER, SimOptions
@@ -33,8 +34,6 @@ from pk.types import NONE
 from pk.wire import frames
 
 CLIENTS = ("client", "admin")
-#: Longer than a reply of a machine that lost power can take to arrive (loss_model.py).
-POWER_OFF_MS = (400, 5_000)
 SLOW_DELAY_US = (1_000, 60_000)
 SLOW_BYTES_PER_MS = 200
 CUT_MS = (50, 6_000)
@@ -44,17 +43,10 @@ PAUSE_MS = (50, 9_000)
 DISK_STALL_MS = (100, 8_000)
 STREAM_STALL_MS = (100, 5_000)
 STORE_STALL_MS = (300, 60_000)
-#: More than a clock may step unnoticed, and than the time after which producers expire (rule L10).
-CLOCK_JUMP_MS = (100_000, 90_000_000)
 #: How long a leader's disk is full: also long enough that another broker must lead (rule L16).
 LEADER_FULL_MS = (500, 40_000)
 #: How long a fault without an end of its own, for example a stalled stream, may still have effects.
 AFTERMATH_MS = 9_000
-#: A broker whose clock is this far behind still accepts the timestamps of clients with right clocks
-#: (message_timestamp_after_max_ms).
-CLOCK_BEHIND_MS = (100_000, 1_500_000)
-#: Shorter than the grace (campaign.GRACE_MS), after which a node may trust a wrong clock.
-CLOCK_WRONG_MS = (500, 20_000)
 
 
 class Faults:
@@ -92,6 +84,9 @@ class Faults:
         files = FormatFaults(cluster, observer, self._rng, self._in, self._meet)
         self._other_version, self._unknown_field = files.other_version, files.unknown_field
         self._older_build = files.older_build
+        clocks = ClockFaults(cluster, observer, self._rng, self._in, self._meet)
+        self._clock_step, self._clock_jump = clocks.step, clocks.jump
+        self._wrong_start = clocks.wrong_start
         self._tables = TableFaults(cluster, observer, oracle, self._in, self._meet)
         self.transactions = TransactionFaults(cluster, self._in, self._meet)
         of_cleanings = CompactionFaults(cluster, observer, self._in, self._meet).begin
@@ -240,45 +235,6 @@ class Faults:
 
     def _drain(self) -> None:
         self._machine(BROKER).drain()
-
-    def _clock_step(self) -> None:
-        machine = self._rng.choice(self._cluster.machines)
-        by_ms = self._rng.choice([-1, 1]) * self._rng.randint(500, 300_000)
-        self._world.record(f"clock step {machine.name} {by_ms}")
-        machine.clock.step(by_ms)
-
-    def _clock_jump(self) -> None:
-        """Set a clock far ahead for a while, also across starts of its broker (sim/machine K4)."""
-        self._jump([self._machine(BROKER)], self._ahead_ms())
-
-    def _ahead_ms(self) -> int:
-        return round(self._log_uniform(CLOCK_JUMP_MS))
-
-    def _jump(self, machines: Sequence[SimMachine], by_ms: int) -> None:
-        for machine in machines:
-            if machine.knows_time:
-                machine.jump(by_ms)
-                self._after(CLOCK_WRONG_MS, machine.right)
-
-    def _wrong_start(self) -> None:
-        """Stop one or all brokers' machines and restart them with a wrong clock.
-
-        The machines lose their power or only their processes.  The clock is ahead or a little
-        behind, by the same amount on all of them.
-        """
-        rng, machines = self._rng, list(self._cluster.with_role(BROKER))
-        if rng.random() < 0.7:
-            machines = [rng.choice(machines)]
-        power = rng.random() < 0.5
-        for machine in machines:
-            if power:
-                self._observer.hit(machine)
-                machine.power_loss(rng.uniform(*POWER_OFF_MS))
-            else:
-                machine.kill_all(rng.uniform(*RESTART_MS))
-        behind = rng.random() < 0.2
-        self._jump(machines, -rng.randint(*CLOCK_BEHIND_MS) if behind else self._ahead_ms())
-        self._meet(f"starts {'behind' if behind else 'ahead'}")
 
     # -- network -----------------------------------------------------------------------------------
 
@@ -496,13 +452,36 @@ class Faults:
             self._world.record(f"no room in {storage.root} for {operation} {path}")
             return errors.StorageFull(f"{storage.root}: {NO_ROOM} {path}")
 
+        self._break(storage, fault, (200, 5_000))
+
+    def _no_descriptors(self) -> None:
+        """Let some operations that open a file, or open it again, find no free descriptor."""
+        storage, rng = self._storage(), self._rng
+        chance = rng.choice([0.02, 0.1, 0.5])
+
+        def fault(operation: str, path: str) -> Exception | None:
+            if operation not in OPENING or rng.random() >= chance:
+                return None
+            self._meet("operations without a descriptor")
+            self._world.record(f"no descriptor in {storage.root} for {operation} {path}")
+            return errors.StorageFull(f"{storage.root}: {operation} {path}: Too many open files")
+
+        self._break(storage, fault, (200, 3_000))
+
+    def _break(
+        self,
+        storage: KillableStorage,
+        fault: Callable[[str, str], Exception | None],
+        span_ms: tuple[int, int],
+    ) -> None:
+        """Let operations of a storage fail as `fault` says, for a time."""
         storage.fault = fault
 
         def undo() -> None:
             if storage.fault is fault:
                 storage.fault = None
 
-        self._after((200, 5_000), undo)
+        self._after(span_ms, undo)
 
     def _rot(self) -> None:
         self._rots.strike()

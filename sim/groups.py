@@ -5,7 +5,8 @@ partitions upwards, and commits them; the content of the topics does not matter.
 for longer than its membership lasts, and commits before it polls again.  A member ends cleanly, or
 dies.  Some slots have static members, whose successors have the same instance id.
 
-A watcher fetches all offsets again and again.  The rules are in group_history.py.
+A watcher fetches all offsets again and again.  The rules are in group_history.py,
+group_heartbeats.py and offset_copies.py.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pk import errors
+from pk.client.assignors import ASSIGNORS
 from pk.client.coordinator_calls import GROUP, CoordinatorCalls
 from pk.client.group_commits import GroupCommits
 from pk.client.group_membership import GroupMembership
@@ -28,7 +30,10 @@ from pk.client.group_types import (
 )
 from pk.client.options import consumer_options
 from pk.sim.checkers import Violation
+from pk.sim.cluster import CLUSTER_ID, SimCluster
+from pk.sim.group_heartbeats import HeartbeatCheck
 from pk.sim.group_history import GroupHistory
+from pk.sim.offset_copies import CopyCheck
 from pk.sim.options import SimOptions
 from pk.sim.oracle import Oracle
 from pk.sim.workload import RETRIES, OnTrouble, cluster_of, watched
@@ -253,7 +258,10 @@ class GroupRun:
 
     shared: GroupClient
     random_of: Callable[[str], random.Random]
+    heartbeats: HeartbeatCheck
+    copies: CopyCheck | None  #: of the offsets in the tier; None = the run makes none
     members: dict[int, SimMember] = field(default_factory=dict)  #: by slot
+    to_copy: dict[PartitionKey, int] | None = None  #: what was acknowledged when all was settled
 
     def start_client(self, world: World, life: int) -> None:
         """Start the slots of one life of the client; call it in its node."""
@@ -288,6 +296,12 @@ class GroupRun:
             if not self.shared.stopping:
                 await world.clock.sleep_ms(rng.uniform(*REST_MS))
 
+    def look(self, now_ms: float) -> None:
+        """Check V36 and V37."""
+        self.heartbeats.look(now_ms)
+        if self.copies is not None:
+            self.copies.look()
+
     def rest(self) -> None:
         """Let no member end, and no application work for long."""
         self.shared.stopping = True
@@ -302,8 +316,16 @@ class GroupRun:
         ]
         waits = [each.name for each in self.members.values() if each.member.change is not None]
         if sorted(owned) == sorted(wanted) and not waits:
-            return ""
+            return self._uncopied()
         return f"{len(owned)} of {len(wanted)} partitions have owners; {waits} have a change"
+
+    def _uncopied(self) -> str:
+        """Return what the copies lack of the offsets that were acknowledged by now."""
+        if self.copies is None:
+            return ""
+        if self.to_copy is None:
+            self.to_copy = dict(self.shared.history.floors)
+        return self.copies.behind(self.to_copy)
 
     async def judge(self, world: World) -> None:
         """Fetch the offsets a last time."""
@@ -314,3 +336,21 @@ class GroupRun:
     def figures(self) -> dict[str, int]:
         """Return the counters of the history."""
         return dict(self.shared.history.counts)
+
+
+def group_run(
+    cluster: SimCluster,
+    oracle: Oracle,
+    options: SimOptions,
+    trouble: OnTrouble,
+    random_of: Callable[[str], random.Random],
+) -> GroupRun:
+    """Return the group of a run.  Its assignor is drawn."""
+    assignor = random_of("group").choice(sorted(ASSIGNORS))
+    history = GroupHistory()
+    shared = GroupClient(cluster.bootstrap, history, oracle, options, trouble, assignor)
+    copies = None
+    if options.server.get("tier_offsets_interval_ms"):
+        objects = cluster.store.memory.objects
+        copies = CopyCheck(objects, CLUSTER_ID, GROUP_ID, history.counts)
+    return GroupRun(shared, random_of, HeartbeatCheck(cluster, history.counts), copies)

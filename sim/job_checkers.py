@@ -143,6 +143,10 @@ class HistoriesCheck:
                 require(history.get(batch) == known[batch], "V25", words, *facts)
         known.update(history)
 
+    def known(self, job: str) -> frozenset[int]:
+        """Return the batches that a coordinator was ever seen to have committed."""
+        return frozenset(self._known.get(job, ()))
+
     def committed(self, who: str, job: str, batch: int, transaction: int) -> None:
         """Check that a batch has a single transaction that commits it."""
         first = self._transactions.setdefault((job, batch), transaction)

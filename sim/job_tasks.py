@@ -53,7 +53,8 @@ class JobClient(NamedTuple):
         """Check an error that ends an attempt or a run.
 
         Leases, drivers, newer runs and records that failed explain aborts.  A newer run explains
-        that a run is fenced.
+        that a run is fenced.  If a table decides batches, a slow attempt of a task finds its batch
+        prepared, and a slow driver finds it ended by another driver or by the resolver.
         """
         shared = self.shared
         shared.tell(f"{who}: {error!r}")
@@ -61,6 +62,8 @@ class JobClient(NamedTuple):
         explained = isinstance(
             error, errors.RetriableError | errors.TransactionAborted | errors.ClosedError
         )
+        if isinstance(error, errors.InvalidTxnState):
+            explained = job in shared.options.together_job_ids
         if isinstance(error, errors.ProducerFenced):
             explained = len(self.history.jobs[job].runs) > 1
         if not (explained or self.history.coordinator_lost(job)):

@@ -32,6 +32,7 @@ DRIVER_LOST = 0.35
 ALIVE_MS = (5.0, 1_500.0)
 #: How long after its tasks' end a lost driver may still wait for the commit.
 ASKING_MS = (0.0, 60.0)
+RESTS_MS = 500.0
 
 
 class DriverLoss(enum.Enum):
@@ -181,6 +182,8 @@ class SimDriver:
 class JobWorkload:
     """The drivers and tasks of one life of the client."""
 
+    rests_ms = RESTS_MS  #: how long a query may be without a driver
+
     def __init__(
         self,
         world: World,
@@ -194,8 +197,17 @@ class JobWorkload:
         self._random_of = random_of
         self._tasks: list[asyncio.Task[None]] = []
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The jobs of the workload."""
+        return self._client.shared.options.job_ids
+
+    def driver(self, name: str, run: str, rng: random.Random) -> SimDriver:
+        """Return the driver of a run."""
+        return SimDriver(self._world, self._client, name, run, self._life, rng)
+
     def start(self) -> None:
-        for name in self._client.shared.options.job_ids:
+        for name in self.names:
             work = self._drive(name, self._random_of(f"jobs/{name}.{self._life}"))
             self._tasks.append(watched(work, self._client.shared.trouble))
 
@@ -217,9 +229,8 @@ class JobWorkload:
         while not self._over(name):
             run = history.begin_run(name, self._client.now_ms)
             shared.count("runs of jobs")
-            driver = SimDriver(self._world, self._client, name, run, self._life, rng)
-            await self._run(driver, name, rng)
-            await clock.sleep_ms(rng.choice([0, rng.uniform(0, 500)]))
+            await self._run(self.driver(name, run, rng), name, rng)
+            await clock.sleep_ms(rng.choice([0, rng.uniform(0, self.rests_ms)]))
 
     def _over(self, name: str) -> bool:
         job = self._client.history.jobs.get(name)

@@ -10,6 +10,7 @@ from pk import errors
 from pk.client.fetcher import Fetcher
 from pk.log import creation, identity, loading, partition_log
 from pk.log.writing import LocalLogWriter
+from pk.sim.disk import SimStorage
 
 
 def what_was_not_renamed_is_forgotten(stack: ExitStack) -> None:
@@ -65,3 +66,20 @@ def directory_out_of_the_way(stack: ExitStack) -> None:
 
     stack.enter_context(patch.object(identity, "read_or_restore", read_only))
     stack.enter_context(patch.object(creation, "_in_place", careless))
+
+
+def lack_of_descriptors_fails_the_directory(stack: ExitStack) -> None:
+    """Let a file that finds no free descriptor count as a failure of its disk.
+
+    The simulated disk stands for `RealStorage`, whose `fail` decides this (log/storage D2).
+    """
+    whole = SimStorage._faulty
+
+    def failing(self: SimStorage, operation: str, path: str) -> None:
+        try:
+            whole(self, operation, path)
+        except errors.StorageFull as full:
+            self.failed = full
+            raise errors.StorageFailed(full.message, directory=self.root) from full
+
+    stack.enter_context(patch.object(SimStorage, "_faulty", failing))

@@ -47,6 +47,9 @@ from pk.sim.options import (
     COMPACTION_FAULTS,
     FAULTS,
     JOBS_CHANCE,
+    LAKE_FAULTS,
+    MAINTENANCE_CHANCE,
+    TOGETHER_CHANCE,
     TRANSACTION_FAULTS,
     TRANSACTIONS_CHANCE,
     drawn,
@@ -62,7 +65,7 @@ EVENTS_PER_S_MIN = 20_000
 #: limit at once: gh-115634.)
 SEEDS_PER_PROCESS = 50
 #: The parts of the package whose content is the key of a campaign.
-PRODUCTION = (".", "client", "compaction", "log", "server", "tiering")
+PRODUCTION = (".", "client", "compaction", "log", "server", "sparkconnector", "tiering")
 OPTIONS = "sim/options.py"
 #: Modules of the simulator that neither make nor judge a history.
 BESIDE = ("sim/__main__.py", "sim/canaries.py", "sim/long.py")
@@ -115,7 +118,25 @@ MET_WITH_JOBS = (
     "TransactionTimedOut of jobs",
     *(f"fault {name}" for name in TRANSACTION_FAULTS),
 )
-#: Events that a campaign must meet at least once (Report.counts).
+#: Events of jobs whose batches a table decides that a campaign must meet, if its seeds draw any.
+MET_WITH_TOGETHER = (
+    "batches in the lake",
+    "commits late in the lake",
+    "commits refused by the lake",
+    "commits skipped by the lake",
+    "lakes away",
+    "late prepare_participants",
+    "prepared batches aborted",
+    "prepared batches committed",
+    "reads refused by the lake",
+    "resolved by resolvers",
+    "both decided abort",
+    "both decided commit",
+    "unresolved batches",
+    *(f"drivers of both: {name}" for name in ("before", "somewhere", "stops", "within")),
+    *(f"fault {name}" for name in LAKE_FAULTS),
+)
+#: Events of compacted topics that a campaign must meet, if its seeds draw any.
 MET_WITH_COMPACTION = (
     "cleanings",
     "deaths in swaps",
@@ -126,6 +147,23 @@ MET_WITH_COMPACTION = (
     "tombstones removed",
     *(f"fault {name}" for name in COMPACTION_FAULTS),
 )
+#: Events of maintained tables that a campaign must meet.
+MET_WITH_MAINTENANCE = (
+    "compactions of tables",
+    "compactions of tables refused: rows are missing",
+    "compactions planned again",
+    "drivers of tables: dies",
+    "drivers of tables: late",
+    "drivers of tables: twice",
+    "hand-overs refused the second time",
+    "merges of tables",
+    "repairs refused",
+    "snapshots increment",
+    "snapshots whole",
+    "tombstones of tables removed",
+)
+_OF_SOME_RUNS = (*TRANSACTION_FAULTS, *LAKE_FAULTS, *COMPACTION_FAULTS)
+#: Events that a campaign must meet at least once (Report.counts).
 MET = (
     "ISR expand",
     "ISR shrink",
@@ -163,10 +201,12 @@ MET = (
     "tier commits refused",
     "truncations",
     *(f"chore {name}" for name in CHORES),
-    *(f"fault {name}" for name in FAULTS if name not in (*TRANSACTION_FAULTS, *COMPACTION_FAULTS)),
+    *(f"fault {name}" for name in FAULTS if name not in _OF_SOME_RUNS),
     *(MET_WITH_TRANSACTIONS if TRANSACTIONS_CHANCE else ()),
     *(MET_WITH_JOBS if JOBS_CHANCE else ()),
+    *(MET_WITH_TOGETHER if TOGETHER_CHANCE else ()),
     *(MET_WITH_COMPACTION if COMPACTION_CHANCE else ()),
+    *(MET_WITH_MAINTENANCE if MAINTENANCE_CHANCE else ()),
 )
 
 

@@ -33,6 +33,7 @@ from pk.server.node.run_config import RunConfig
 from pk.server.tier.node import TierNode
 from pk.sim.cleaner import SimCleaner
 from pk.sim.disk import Crashed, SimDisk, SimStorage
+from pk.sim.lake import SimLake
 from pk.sim.loop import SimNode
 from pk.sim.objects import SimObjects
 from pk.sim.options import BROKER, CONTROLLER, TIER, NodePlan, SimOptions
@@ -46,7 +47,11 @@ T = TypeVar("T")
 DISKS = {CONTROLLER: "meta", BROKER: "d1"}
 #: Files that a tier process merges into one: tables of the simulator have few files.
 MERGED_FILES = 2
+#: In runs with maintained tables an owner gives a hand-over up after the first time, and takes none
+#: whose horizons begin within the second one: tombstones leave tables within a run.
+OWNER_TIMEOUT_MS, LANDS_WITHIN_MS = 1_500, 2_500
 RESTART_MS = (20, 800)
+POWER_OFF_MS = (400, 5_000)
 
 
 class KillableStorage(SimStorage):
@@ -77,6 +82,9 @@ class MachineEnvironment(Protocol):
 
     @property
     def store(self) -> SimObjects: ...
+
+    @property
+    def lake(self) -> SimLake: ...
 
     @property
     def problems(self) -> list[str]: ...
@@ -270,8 +278,15 @@ class SimMachine:
             self.run,
             broker_address=str(self.run.server["listen"]),
             log=NodeLog(process.name, cluster),
+            evidence=cluster.lake,
         )
         process.node.merger.run_files = MERGED_FILES
+        if cluster.options.maintained_topics:
+            worker = process.node.worker
+            worker.owner_settings = replace(
+                worker.owner_settings, request_timeout_ms=OWNER_TIMEOUT_MS
+            )
+            worker.lands_within_ms = LANDS_WITHIN_MS
         await process.node.start()
 
     def _view(self, path: str) -> tuple[Storage, str]:
@@ -292,6 +307,11 @@ class SimMachine:
     def knows_time(self) -> bool:
         """Whether its broker has stored the time of its last run (K4)."""
         return self.storages[DISKS[BROKER]].exists(LAST_RUN)
+
+    @property
+    def stepped_ms(self) -> int:
+        """The error of the wall clock that steps have left."""
+        return self.clock.skew_ms - self.plan.skew_ms - self._jumped_ms
 
     def jump(self, by_ms: int) -> None:
         """Move the wall clock by `by_ms`; the error adds up until `right`."""

@@ -115,7 +115,7 @@ class SimObjects:
         raw = bytes(data)
         await self.call(f"put {path}", lambda: self.memory.put(path, raw))
 
-    async def put_if_absent(self, path: str, data: Buffer) -> bool:
+    async def put_if_absent(self, path: str, data: Buffer) -> ObjectInfo | None:
         raw = bytes(data)
         return await self.call(f"create {path}", lambda: self.memory.put_if_absent(path, raw))
 

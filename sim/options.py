@@ -65,6 +65,8 @@ _TABLE_FAULTS = ("delta_rot", "delete_rows")
 #: Files of another build on a stopped node, and a node of an older build (format_faults.py).  Only
 #: runs that name them have them.
 FORMAT_FAULTS = ("other_version", "unknown_field", "older_build")
+#: Disks that seem full because their process has no free descriptor (log/descriptor_pool).
+_DESCRIPTOR_FAULTS = ("no_descriptors",)
 #: Segments that disappear from the front of a log while its broker is down (identity_faults.py).
 _FRONT_FAULTS = ("front_lost",)
 #: Faults of transactions (transaction_faults.py).  Only runs with transactions or jobs draw them.
@@ -74,6 +76,9 @@ TRANSACTION_FAULTS = (
     "kill_at_markers",
     "coordinator_full",
 )
+#: Faults of the table of batches that log and table get together (lake.py).  Only runs with such
+#: jobs draw them.
+LAKE_FAULTS = ("lake_away", "lake_slow", "lake_late")
 #: Faults of cleanings (compaction_faults.py).  Only runs with compacted topics draw them.
 COMPACTION_FAULTS = ("power_in_swap", "death_in_swap", "full_in_swap", "election_in_cleaning")
 #: The faults of a run that names none.
@@ -87,9 +92,10 @@ _USUAL_FAULTS = (
     *_LAST_FAULTS,
     *_TABLE_FAULTS,
     *_FRONT_FAULTS,
+    *_DESCRIPTOR_FAULTS,
 )
 #: The faults that a seed may draw; `SimOptions.faults` holds those that a run may meet.
-FAULTS = (*_USUAL_FAULTS, *TRANSACTION_FAULTS, *COMPACTION_FAULTS)
+FAULTS = (*_USUAL_FAULTS, *TRANSACTION_FAULTS, *LAKE_FAULTS, *COMPACTION_FAULTS)
 #: The administrator's chores, in two groups: a seed draws the second group later, too.
 _FIRST_CHORES = ("recreate", "grow", "delete_records", "configure", "reassign", "elect")
 _LATER_CHORES = ("reassign_back", "toggle")
@@ -101,6 +107,8 @@ CHORES = (*_USUAL_CHORES, *_MOVE_CHORES)
 #: The level of `pk.format` that the builds of a run with "older_build" know.
 NEWER_LEVEL = 2
 SEGMENT_BYTES_LEAST = 14_336
+#: The directory of the Delta table that resolvers may read.
+LAKE_URL = "file:///lake"
 CONTROLLER, BROKER, TIER = "controller", "broker", "tier"
 #: Bytes between two snapshots of the metadata log: so many that a run seldom has a snapshot, or so
 #: few that a node that was away for a moment has to load one.
@@ -127,8 +135,16 @@ TRANSACTIONS_CHANCE = 0.4
 #: coordinators promises little (loss_model.py).
 JOBS_CHANCE = 0.3
 JOB_BROKERS_MIN = 3
+#: The share of seeds with jobs whose batches a table decides, of those with JOB_BROKERS_MIN.
+TOGETHER_CHANCE = 0.2
+#: prepared_max_ms of their resolvers.
+PREPARED_MAX_MS = (1_000, 3_000, 8_000)
 #: The share of seeds with compacted topics.
 COMPACTION_CHANCE = 0.25
+#: The share of seeds with maintained tables: compacted topics with a tier.
+MAINTENANCE_CHANCE = 0.2
+#: The least fault phase of such a run: a tombstone leaves a table in it.
+MAINTENANCE_MS = 15_000
 #: delete_retention_ms of compacted topics.
 DELETE_RETENTION_MS = (1_500, 4_000, 60_000)
 #: participant_lease_ms and participant_transaction_max_ms; the longer one is at most the longest
@@ -220,10 +236,16 @@ class SimOptions:
     transaction_topics: tuple[TopicPlan, ...] = field(default=(), repr=False)
     #: Number of jobs, whose tasks write to the topics of transactions; not in `repr` either.
     jobs: int = field(default=0, repr=False)
+    #: Number of jobs whose batches a Delta table decides; not in `repr` either.
+    together_jobs: int = field(default=0, repr=False)
     #: Number of members of the consumer group that reads the topics; not in `repr` either.  Only
     #: runs that name them have them.
     groups: int = field(default=0, repr=False)
-    #: Topics whose logs are cleaned, with writers and readers of their own; not in `repr` either.
+    #: Whether a query that lags behind holds retention; not in `repr` either.  Only runs that name
+    #: it have it.
+    holds: bool = field(default=False, repr=False)
+    #: Topics whose logs or tables are cleaned, with writers and readers of their own; not in `repr`
+    #: either.
     compacted_topics: tuple[TopicPlan, ...] = field(default=(), repr=False)
 
     @property
@@ -232,9 +254,20 @@ class SimOptions:
         return tuple(f"job{number}" for number in range(self.jobs))
 
     @property
+    def together_job_ids(self) -> tuple[str, ...]:
+        """Return the transactional id of each job whose batches a Delta table decides."""
+        return tuple(f"both{number}" for number in range(self.together_jobs))
+
+    @property
     def transactional_ids(self) -> tuple[str, ...]:
         """Return every transactional id of the run."""
-        return (*(f"id{number}" for number in range(self.transactions)), *self.job_ids)
+        plain = (f"id{number}" for number in range(self.transactions))
+        return (*plain, *self.job_ids, *self.together_job_ids)
+
+    @property
+    def maintained_topics(self) -> tuple[TopicPlan, ...]:
+        """Return the compacted topics whose tables jobs maintain."""
+        return tuple(plan for plan in self.compacted_topics if plan.tiered)
 
     def with_role(self, role: str) -> tuple[NodePlan, ...]:
         """Return the machines that run a process of `role`."""
@@ -273,7 +306,7 @@ def drawn(rng: random.Random, *, faults: Iterable[str] | None = None, **given: A
     if faults is not None:
         given["faults"] = tuple(faults)
     options = replace(options, **given)
-    if faults is not None or "transactions" in given or "jobs" in given:
+    if faults is not None or {"transactions", "jobs", "together_jobs"} & given.keys():
         return options
     if rng.random() < TRANSACTIONS_CHANCE:
         options = with_transactions(rng, options, brokers)
@@ -281,7 +314,12 @@ def drawn(rng: random.Random, *, faults: Iterable[str] | None = None, **given: A
         options = with_jobs(rng, options, brokers)
     if rng.random() < COMPACTION_CHANCE:
         options = with_compaction(rng, options, brokers)
-    return options
+    if rng.random() < MAINTENANCE_CHANCE:
+        options = with_maintenance(rng, options, brokers)
+    if rng.random() < TOGETHER_CHANCE and brokers >= JOB_BROKERS_MIN:
+        options = with_together(rng, options, brokers)
+    more = tuple(name for name in _DESCRIPTOR_FAULTS if rng.random() < 0.3)
+    return replace(options, faults=(*options.faults, *more))
 
 
 def with_transactions(rng: random.Random, options: SimOptions, brokers: int) -> SimOptions:
@@ -312,6 +350,20 @@ def with_jobs(rng: random.Random, options: SimOptions, brokers: int) -> SimOptio
     return replace(options, jobs=rng.randint(1, 2), server={**options.server, **leases})
 
 
+def with_together(rng: random.Random, options: SimOptions, brokers: int) -> SimOptions:
+    """Return the options with drawn jobs of log and table, faults of the table, and resolvers."""
+    if not options.jobs:
+        options = replace(with_jobs(rng, options, brokers), jobs=0)
+    faults = tuple(name for name in LAKE_FAULTS if rng.random() < 0.6)
+    resolvers = {"prepared_max_ms": rng.choice(PREPARED_MAX_MS), "resolver_table_urls": LAKE_URL}
+    return replace(
+        options,
+        together_jobs=rng.randint(1, 2),
+        faults=(*options.faults, *faults),
+        server={**options.server, **resolvers},
+    )
+
+
 def with_compaction(rng: random.Random, options: SimOptions, brokers: int) -> SimOptions:
     """Return the options with drawn compacted topics, and faults that hit their cleanings."""
     topics = tuple(
@@ -324,6 +376,29 @@ def with_compaction(rng: random.Random, options: SimOptions, brokers: int) -> Si
         compacted_topics=topics,
         faults=(*options.faults, *faults),
         server={**options.server, **backoff},
+    )
+
+
+def with_maintenance(rng: random.Random, options: SimOptions, brokers: int) -> SimOptions:
+    """Return the options with a drawn compacted topic whose table jobs maintain."""
+    drawn = _compacted_topic(rng, 0, brokers)
+    configs = {
+        **drawn.configs,
+        "tier_enable": "true",
+        "tier_max_lag_ms": str(rng.choice([50, 200])),
+        # the copier has AHEAD_MAX files under way: smaller ones would not keep up with the writers
+        "tier_file_bytes": str(rng.choice([60_000, 200_000])),
+        "local_drop_delay_ms": str(rng.choice([0, 200])),
+        "local_retention_bytes": str(rng.choice([0, 0, 15_000])),
+        "delete_retention_ms": str(rng.choice(DELETE_RETENTION_MS[:2])),
+    }
+    if rng.random() < 0.3:
+        configs.update(cleanup_policy="compact,delete", retention_bytes="60000")
+    topic = replace(drawn, name="maintained", configs=configs)
+    return replace(
+        options,
+        compacted_topics=(*options.compacted_topics, topic),
+        fault_ms=max(options.fault_ms, MAINTENANCE_MS),
     )
 
 

@@ -110,6 +110,8 @@ class Oracle:
         self.rotten_files: dict[str, None] = {}
         #: paths of tables whose Delta log was ever damaged
         self.rotten_tables: dict[str, None] = {}
+        #: maintained topics of whose tables another engine deleted rows
+        self.thinned_tables: dict[str, None] = {}
         #: (topic id, partition) → `[start, end)` of rows that another engine deleted
         self._deleted_rows: dict[tuple[str, int], list[tuple[Offset, Offset]]] = {}
         #: Topics whose durability settings were changed → the least number of copies since then.
@@ -217,6 +219,8 @@ class Oracle:
         Another engine deleted them in the topic's present life or, as with `may_be_damaged`, in a
         former one.
         """
+        if topic in self.thinned_tables:
+            return True
         known = self.topics[topic]
         lives = (known.topic_id, *known.former)
         deleted = [self._deleted_rows.get((life, partition), []) for life in lives]

@@ -34,6 +34,7 @@ from pk.server.replica.state import OPEN, ReplicaState
 from pk.sim.checkers import Invariants, PartitionSample, require
 from pk.sim.cluster import SimCluster
 from pk.sim.cluster_checkers import Mark, QuorumCheck, QuorumSample, ReplicaCheck, ReplicaSample
+from pk.sim.disk import observing
 from pk.sim.loss_model import LossModel, PartitionFacts, Registration
 from pk.sim.machine import SimMachine
 from pk.sim.move_check import check_move
@@ -143,7 +144,8 @@ class Observer:
         at = max(self._read.get(node, 0), log.local_log_start)
         while at < high_watermark:
             try:
-                found = log.read(at, bound=high_watermark, max_bytes=READ_BYTES)
+                with observing():
+                    found = log.read(at, bound=high_watermark, max_bytes=READ_BYTES)
             except errors.CorruptLog:
                 if self._damaged(node):
                     return  # the controller will find the damage itself
@@ -394,7 +396,8 @@ class Observer:
         rotten = self.losses.is_rotten(key, broker)
         end = at if rotten else min(end, log.written_end)
         while log.local_log_start <= at < end:
-            found = log.read(at, bound=end, max_bytes=READ_BYTES)
+            with observing():
+                found = log.read(at, bound=end, max_bytes=READ_BYTES)
             if not found.data:
                 break
             self.replicas.committed(key, broker, list(_marks(found.data)))

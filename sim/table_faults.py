@@ -5,8 +5,9 @@ delta_rot    A load of the newest version returns something else than its commit
              operator restores `_delta_log`.
 delete_rows  Another engine's DELETE removes a whole file from a table, until that engine restores
              the version before (rule T17).  It strikes only topics that keep records without limit
-             (`retention_ms` -1).  In other topics retention asks the table for its first row by
-             time, does not see that rows before it are missing, and moves log_start past them.
+             (`retention_ms` -1), and maintained tables.  In other topics retention asks the table
+             for its first row by time, does not see that rows before it are missing, and moves
+             log_start past them.
 
 Both draw from a random stream of their own.  No other engine commits to a table whose log is
 rotten, because such a commit would make the damage permanent.
@@ -80,7 +81,8 @@ class TableFaults:
     def delete_rows(self) -> None:
         """Delete all rows of a file, as another engine does, and restore them later."""
         plans = self._cluster.options.topics
-        chosen = self._table([plan.name for plan in plans if plan.keeps])
+        maintained = [plan.name for plan in self._cluster.options.maintained_topics]
+        chosen = self._table([*(plan.name for plan in plans if plan.keeps), *maintained])
         if chosen is None:
             return
         (topic, topic_id, newest), rng = chosen, self._rng
@@ -89,7 +91,10 @@ class TableFaults:
         store = self._cluster.store
         self._cluster.world.record(f"DELETE of [{start}, {end}) of {topic}-{file.partition}")
         self._meet("files of rows deleted")
-        self._oracle.rows_deleted(topic_id, file.partition, start, end)
+        if topic in maintained:
+            self._oracle.thinned_tables[topic] = None
+        else:
+            self._oracle.rows_deleted(topic_id, file.partition, start, end)
         store.delete_rows(topic, topic_id, file)
         self._after(rng.uniform(*LASTS_MS), lambda: store.restore_rows(topic, topic_id, file))
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from pk import errors
 from pk.log.partition_log import PartitionLog
 from pk.server.tier.client import TierClient
-from pk.tiering import owner as owning
+from pk.tiering import owner_events as owning
 from pk.tiering import plan as planning
 from pk.tiering.accounting import RowBalance
 from pk.tiering.table import Commit

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 
 from pk.sim.cluster import SimCluster
+from pk.sim.lake import LakeFaults
 from pk.sim.machine import DISKS, RESTART_MS, SimMachine
 from pk.sim.network import NOBODY, End
 from pk.sim.options import BROKER, SimOptions
@@ -26,6 +27,14 @@ JOB_CONTROL = (
     "commit_participants",
     "commit_participants",
     "abort_participants",
+)
+#: The control requests of runs with jobs of log and table.
+TABLE_CONTROL = (
+    "join_transaction",
+    "prepare_participants",
+    "commit_participants",
+    "abort_participants",
+    "write_txn_markers",
 )
 MARKERS = "write_txn_markers"
 LATE_MS = ((1.0, 50.0), (50.0, 3_000.0))
@@ -52,6 +61,7 @@ class TransactionFaults:
             "kill_coordinator": self._kill_coordinator,
             "kill_at_markers": self._kill_at_markers,
             "coordinator_full": self._coordinator_full,
+            **LakeFaults(cluster.lake, cluster.world.random("faults/lake"), after, meet).begin,
         }
 
     @property
@@ -59,7 +69,8 @@ class TransactionFaults:
         """The kinds of control requests that the run has."""
         options = self._options
         plain = CONTROL if options.transactions else ()
-        return (*plain, *(JOB_CONTROL if options.jobs else ()))
+        of_tables = TABLE_CONTROL if options.together_jobs else ()
+        return (*plain, *(JOB_CONTROL if options.jobs else ()), *of_tables)
 
     def _coordinator(self) -> SimMachine | None:
         """Return the machine that coordinates a drawn transactional id."""

@@ -132,8 +132,8 @@ class TransactionRun:
         self.chores: Any = None
         self.workload: TransactionWorkload | None = None
         self.jobs: JobRuns | None = None
-        if options.jobs:
-            self.jobs = JobRuns(world, self.samples, self.shared, oracle)
+        if options.jobs or options.together_jobs:
+            self.jobs = JobRuns(world, self.samples, self.shared, oracle, cluster)
         self._readers: list[ReadersCheck] = []
         #: where the last reader of each isolation ended; `True` = read_committed
         self._read_ends: dict[bool, StableEnds] = {}
@@ -154,6 +154,8 @@ class TransactionRun:
                            f"{self._cluster.options.transaction_topics}")  # fmt: skip
         if self.jobs is not None:
             self._world.record(f"jobs {self._cluster.options.jobs}")
+            if self._cluster.options.together_jobs:
+                self._world.record(f"jobs of log and table {self._cluster.options.together_jobs}")
         self.chores = self._world.spawn(NODE, self.admin.run())
 
     def start_client(self, world: World, life: int) -> None:
@@ -174,6 +176,10 @@ class TransactionRun:
             return "a chore of transactions goes on"
         plain = "" if self.workload is None else self.workload.unsettled()
         return plain or ("" if self.jobs is None else self.jobs.unsettled())
+
+    def start_again(self) -> bool:
+        """Check what the resolvers left, and start the queries of tables again; False: none."""
+        return self.jobs is not None and self.jobs.start_again()
 
     # -- validation --------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ while records of it are not committed yet.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from pk import errors
@@ -18,11 +18,14 @@ from pk.server.transactions.participants.jobs import Jobs
 from pk.server.transactions.participants.state import Job
 from pk.server.transactions.state import NO_PAIR, ProducerPair, TransactionMetadata
 from pk.server.transactions.state import TransactionState as State
+from pk.sim.checkers import require
 from pk.sim.cluster import SimCluster
+from pk.sim.disk import observing
 from pk.sim.job_checkers import HistoriesCheck
 from pk.sim.options import BROKER
 from pk.sim.oracle import Oracle
 from pk.sim.samples import READ_BYTES, Observer
+from pk.sim.together_checkers import EvidenceCheck
 from pk.sim.transaction_checkers import DecisionsCheck, FencesCheck
 from pk.sim.transaction_history import TransactionHistory
 from pk.transactional_ids import TOPIC, partition_of_id, partition_of_producer
@@ -45,6 +48,7 @@ class TransactionSamples:
         self.history: TransactionHistory | None = None
         self.decisions = DecisionsCheck()
         self.histories = HistoriesCheck()
+        self.evidence = EvidenceCheck(cluster.lake.has, cluster.lake.reads)
         self._fences: dict[PartitionKey, tuple[float, FencesCheck]] = {}
         self._read: dict[PartitionKey, int] = {}
         self._coordinators: dict[int, int] = {}  #: partition → its newest leader epoch seen
@@ -121,10 +125,19 @@ class TransactionSamples:
                 self.decisions.decided((producer_id, each.epoch), commit, who, lossy=lossy)
         if lossy:
             return
+        self._evidence(who, job)
         if job.state in (*_PREPARED, *_COMPLETE) and job.state.committed:
             self.histories.committed(who, job.job, job.batch, job.transaction)
         if newest:
             self.histories.seen(who, job.job, job.last_committed, jobs.history(job.job))
+
+    def _evidence(self, who: str, job: Job) -> None:
+        """Check V35: note a job that waits for its table, and how its transaction ended."""
+        if job.awaited is not None:
+            self.evidence.prepared(job.job, job.transaction, job.batch, job.opened_by)
+        elif job.state in (*_PREPARED, *_COMPLETE):
+            commit, now_ms = job.state.committed, self._oracle.now_ms()
+            self.evidence.ended(who, job.job, job.transaction, now_ms, commit=commit)
 
     def _led(self) -> Iterator[Partition]:
         """Yield the partitions of transactions, each on its current leader."""
@@ -156,7 +169,8 @@ class TransactionSamples:
         at, fences = max(self._read[key], log.local_log_start), known[1]
         while at < partition.high_watermark:
             try:
-                found = log.read(at, bound=partition.high_watermark, max_bytes=READ_BYTES)
+                with observing():
+                    found = log.read(at, bound=partition.high_watermark, max_bytes=READ_BYTES)
             except (errors.OffsetOutOfRange, errors.CorruptLog):
                 return
             if not found.data:
@@ -183,6 +197,19 @@ class TransactionSamples:
             if not lossy:
                 place = offset, row.producer_id, row.producer_epoch
                 fences.marker(*place, row.coordinator_epoch)
+
+    def check_none_waits(self, jobs: Iterable[str]) -> None:
+        """Check V35: no coordinator has a prepared batch, unless it may have lost decisions."""
+        for name in jobs:
+            machine = self._cluster.by_id.get(self.coordinator_of(name))
+            number = partition_of_id(name)
+            if machine is None or machine.broker is None or self._lost_ms(number) != NONE:
+                continue
+            hosted = machine.broker.core.coordinators._hosted.get(number)
+            found: Any = None if hosted is None else hosted.host.machine
+            job = None if found is None else found.jobs.items().get(name)
+            waits = job is not None and job.awaited is not None
+            require(not waits, "V35", "{} waits for its table after the end of all faults", job)
 
     # -- the end -----------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from pk import settings
+from pk.clock import MedianTime
 from pk.compaction import local_cleaner
 from pk.compaction.cleaning_job import CleaningJob, CleaningResult, make_job, swap_of
 from pk.compaction.offset_map import key_hasher
@@ -143,12 +144,17 @@ class CleanedLog:
         )  # fmt: skip
 
     def job(
-        self, *, memory: int = 1 << 20, settled_end: int = FAR, clock: bool = True
+        self,
+        *,
+        memory: int = 1 << 20,
+        settled_end: int = FAR,
+        clock: bool = True,
+        spread_ms: int = 0,
     ) -> CleaningJob:
         return make_job(
             self.log, self.plan(), root="", tail=swap.tail_of(f"c{next(self.ids)}"),
             settled_end=settled_end, delete_retention_ms=RETENTION_MS, map_bytes=memory,
-            now_ms=self.now_ms if clock else None,
+            now=MedianTime(self.now_ms, self.now_ms + spread_ms) if clock else None,
         )  # fmt: skip
 
     def written(self, job: CleaningJob) -> CleaningResult:

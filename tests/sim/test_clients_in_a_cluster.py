@@ -12,7 +12,7 @@ import pytest
 
 from pk import errors
 from pk.client.fetcher_events import Seek
-from pk.client.network_client import HEDGE_MS, PING_MS
+from pk.client.metadata_updater import HEDGE_MS, PING_MS
 from pk.types import TopicPartition
 from pk.wire import pk_pb2 as wire
 from tests.kit.cluster import SESSION_MS, Lines, Reader
@@ -72,14 +72,14 @@ def test_a_silent_leader_is_left_when_another_is_elected(make: Any, seed: int) -
 @pytest.mark.parametrize("seed", range(1))
 def test_two_that_push_may_fall_silent(make: Any, seed: int) -> None:
     """The client asks the broker that pushes changes whether it is still there
-    (client/network_client K3).
+    (client/network_client K2).
     """
     kit = make(seed, brokers=5)
     kit.create("t", min_insync_replicas=1)
     lines, reader = Lines(kit, "t"), Reader(kit, "t")
     lines.after()
     kit.wait(1_000)
-    watched = list(reader.engine.cluster._watched)
+    watched = list(reader.engine.cluster._updater._watched)
     assert len(watched) == 2
     replicas = kit.state("t").replicas
     silent = dict.fromkeys([int(address[1]) for address in watched] + [replicas[0]])
@@ -223,7 +223,7 @@ def test_two_brokers_go_on_to_push(make: Any) -> None:
     kit.create("t", factor=1)
     reader, leader = Reader(kit, "t"), kit.state("t").leader
     kit.wait(1_000)
-    watched = reader.engine.cluster._watched
+    watched = reader.engine.cluster._updater._watched
     dead = next(n for n in kit.boots if f"b{n}:9292" in watched and n != leader)
     kit.kill(dead)
     kit.wait(1_500)

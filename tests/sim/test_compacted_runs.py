@@ -39,6 +39,7 @@ def test_every_reader_gets_the_newest_records_while_faults_hit_cleanings() -> No
 
 
 def test_a_share_of_the_seeds_has_compacted_topics(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options_of_seeds, "MAINTENANCE_CHANCE", 0.0)
     monkeypatch.setattr(options_of_seeds, "COMPACTION_CHANCE", 0.0)
     before = [drawn(SimWorld(seed).random("options")) for seed in range(200)]
     monkeypatch.setattr(options_of_seeds, "COMPACTION_CHANCE", 0.25)

@@ -31,5 +31,25 @@ def test_offsets_never_go_back_while_members_and_coordinators_die(seed: int) -> 
     )
     report = Run(seed, options).execute()
     assert not report.violation, f"{report.violation}\n{report.line}"
-    for name in ("group commits", "group assignments", "looks at offsets"):
+    met = "group commits", "group assignments", "looks at offsets", "looks at waiting heartbeats"
+    for name in met:
         assert report.counts[name] > 0, name
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_copies_of_offsets_never_go_back_while_coordinators_and_tiers_die(seed: int) -> None:
+    """Rule T13: and after the faults they have what was acknowledged."""
+    options = SimOptions(
+        topics=(TopicPlan("t", 4, {**SAFE, **KEPT}, 3),),
+        nodes=THREE,
+        faults=("kill_leader", "kill_tier", "pause", "isolate", "store_outage", "store_flaky"),
+        fault_ms=8_000,
+        fault_every_ms=(300, 1_500),
+        pace_ms=(200, 500),
+        codecs=("none",),
+        groups=5,
+        server={"tier_offsets_interval_ms": 300},
+    )
+    report = Run(seed, options).execute()
+    assert not report.violation, f"{report.violation}\n{report.line}"
+    assert report.counts["copies of offsets"] > 5

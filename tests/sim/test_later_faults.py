@@ -35,7 +35,7 @@ TIERED = {
 
 
 ISR_FAULTS = ("lost_isr_change", "lost_isr_change", "pause", "kill_broker")
-ISR_SEED = 8
+ISR_SEED = 9
 
 
 def executed(

@@ -50,6 +50,7 @@ def executed(seed: int, *faults: str, every_ms: tuple[int, int] = (100, 500)) ->
         ("disk_stall", ("stalls of reads", "stalls of writes")),
         ("stream_stall", ("stalled frames",)),
         ("disk_short", ("operations without room",)),
+        ("no_descriptors", ("operations without a descriptor",)),
         ("store_stall", ("stalls of the store",)),
     ],
 )

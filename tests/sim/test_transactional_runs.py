@@ -39,7 +39,8 @@ def test_a_transaction_that_begins_under_a_clock_that_is_ahead_times_out() -> No
 def test_a_share_of_the_seeds_has_transactions_and_the_others_are_as_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(options_of_seeds, "JOBS_CHANCE", 0.0)
+    for chance in ("JOBS_CHANCE", "TOGETHER_CHANCE"):
+        monkeypatch.setattr(options_of_seeds, chance, 0.0)
     plans = [drawn(SimWorld(seed).random("options")) for seed in range(200)]
     some = [each for each in plans if each.transactions]
     assert len(plans) / 3 <= len(some) <= len(plans) / 2

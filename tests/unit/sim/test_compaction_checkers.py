@@ -44,10 +44,11 @@ class Bench:
         )
         self.rows.append(row)
 
-    def check(self, start: int = 0) -> None:
+    def check(self, start: int = 0, end: int | None = None) -> None:
         check_rows(
-            self.history, PLACE, self.rows, start=start, began_ms=NOW_MS - 100, now_ms=NOW_MS
-        )
+            self.history, PLACE, self.rows,
+            start=start, end=end, began_ms=NOW_MS - 100, now_ms=NOW_MS,
+        )  # fmt: skip
 
     def refused(self, words: str, start: int = 0) -> None:
         with pytest.raises(Violation, match=words):
@@ -71,6 +72,14 @@ def test_an_older_record_over_a_newer_one(bench: Bench) -> None:
     bench.sent(1, b"a", b"2")
     bench.refused("is missing, the key has")
     bench.check(start=2)  # a reader from there on needs neither
+
+
+def test_a_reader_may_stop_below_an_acknowledged_record(bench: Bench) -> None:
+    """The high watermark of a new leader with too few replicas in sync (R1)."""
+    bench.got(0, bench.sent(0, b"a", b"1"))
+    bench.sent(1, b"a", b"2")
+    bench.check(end=1)
+    bench.refused("is missing, the key has")
 
 
 def test_a_later_record_of_unknown_outcome_may_replace_the_newest(bench: Bench) -> None:
