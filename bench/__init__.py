@@ -27,6 +27,10 @@ How a figure is made
       min_insync_replicas 2, sessions and quorum timing as each side's defaults have them.  A
       failover is timed in one process for client and clock: from just before the signals to the
       acknowledgement of the first record that was handed over after them.  CPU is of all nodes.
+  M10 The members of a group run the same script on both sides (group_members.py), with equal
+      sessions and heartbeats.  A change of the group is timed from just before it to the first poll
+      of the last partition by its new owner: nothing is committed, and each partition has a record,
+      so a new owner always has one to read.
 
 `Side` (sides.py) is one system under test; a `Case` (cases.py) is one named benchmark, its `plan`
 (plans/) is how a round goes, `measuring.Bench` runs the rounds; `runs.watch` is one client process

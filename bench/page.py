@@ -41,7 +41,7 @@ def page(lines: Sequence[Figures], plot: str = "bench.svg") -> str:
     for row in report.rows(lines):
         figures = row.figures
         cells = [row.name, row.variant, f"{figures['pk']:,} {figures['unit']}"]
-        cells += [f"{figures['peer']:,}", f"**{figures['ratio']:.2f}**", report.floor(figures)]
+        cells += [f"{figures['peer']:,}", f"**{figures['ratio']:.2f}**", report.goal(figures)]
         cells += [report.floor(figures, "aim"), *report.costs_cells(figures)]
         words.append(f"| {' | '.join(cells)} |")
     words += ["", "What each benchmark measures, and the results of every run:", ""]
@@ -114,12 +114,19 @@ def plot(lines: Sequence[Figures]) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
+def _colour(figures: Figures) -> str:
+    """Return grey without a goal, else green or red."""
+    if report.goal(figures) == "–":
+        return "#8a8a8a"
+    return "#2a7d4f" if report.reached(figures) else "#b8402a"
+
+
 def _bar(row: Row, top: int) -> list[str]:
     figures, base = row.figures, top + _BAR - 3
     ratio = figures["ratio"]
     left, right = sorted((_x(1), _x(ratio)))
     floor = figures["at_least"]
-    colour = "#8a8a8a" if not floor else "#2a7d4f" if report.reached(figures) else "#b8402a"
+    colour = _colour(figures)
     parts = [
         f'<text x="{_LEFT - 8}" y="{base}" text-anchor="end">'
         f"{escape(row.name)} · {escape(row.variant)}</text>",

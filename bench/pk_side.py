@@ -26,6 +26,8 @@ class PkSide:
     """One pk node (supervisor, controller, broker) and its Python clients; `tiered`: with a tier
     in the same folder."""
 
+    kind = "pk"
+
     def __init__(self, tiered: bool = False) -> None:
         self.tiered = tiered
         self.name = "pk with a tier" if tiered else "pk"
@@ -73,12 +75,17 @@ class PkSide:
     ) -> None:
         self._admin.create_topic(topic, partitions=partitions, configs=configs)
         deadline = time.monotonic() + START_TIMEOUT_S
-        while not self._has_leaders(topic):
+        while not self._has_leaders(topic, partitions):
             if time.monotonic() > deadline:
                 raise SideFailed(f"not all of {topic}'s {partitions} partitions have a leader")
             time.sleep(0.01)
 
-    def _has_leaders(self, topic: str) -> bool:
+    def grow_topic(self, topic: str, partitions: int) -> None:
+        result = self._admin.create_partitions(topic, partitions)
+        if result.error is not None:
+            raise result.error
+
+    def _has_leaders(self, topic: str, partitions: int) -> bool:
         from pk import errors
 
         try:
@@ -86,7 +93,7 @@ class PkSide:
         except errors.UnknownTopicOrPartition:
             # another broker of the cluster was asked, which does not know the topic yet
             return False
-        return all(state.leader >= 0 for state in states)
+        return len(states) == partitions and all(state.leader >= 0 for state in states)
 
     def alter_topic(self, topic: str, configs: Mapping[str, str]) -> None:
         self._admin.alter_configs(topic, configs)

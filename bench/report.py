@@ -102,6 +102,7 @@ def facts(result: Result, sides: Figures | None = None) -> dict[str, Any]:
         "ratio": round(result.ratio, 2),
         "at_least": variant.least,
         "aim": variant.aim,
+        "at_most": variant.most,
         "less_is_better": variant.less_is_better,
         "pk_runs": [rounded(sample.value) for sample in pk],
         "peer_runs": [rounded(sample.value) for sample in peer],
@@ -216,8 +217,22 @@ def floor(figures: Figures, name: str = "at_least") -> str:
     return f"{figures[name]:g}" if figures[name] else "–"
 
 
+def most(figures: Figures) -> float:
+    """Return the largest figure of pk that is allowed; 0 = any."""
+    return float(figures.get("at_most", 0.0))  # older lines of the store have none
+
+
+def goal(figures: Figures) -> str:
+    """Return what must be reached: the ratio, and the largest figure of pk; a dash = nothing."""
+    limit = f"pk ≤ {most(figures):g} {figures['unit']}" if most(figures) else ""
+    parts = [f"{figures['at_least']:g}" if figures["at_least"] else "", limit]
+    return ", ".join(part for part in parts if part) or "–"
+
+
 def reached(figures: Figures) -> bool:
-    return bool(figures["ratio"] >= figures["at_least"])
+    """Return whether both goals are reached."""
+    within = not most(figures) or figures["pk"] <= most(figures)
+    return bool(figures["ratio"] >= figures["at_least"]) and within
 
 
 def costs_cells(figures: Figures) -> list[str]:
@@ -239,6 +254,6 @@ def table(lines: Sequence[Figures]) -> Any:
         colour = "green" if reached(figures) else "red"
         cells = [row.name, row.variant, str(figures["unit"])]
         cells += [f"{figures['pk']:,}", f"{figures['peer']:,}"]
-        cells += [f"[{colour}]{figures['ratio']:.2f}[/]", floor(figures)]
+        cells += [f"[{colour}]{figures['ratio']:.2f}[/]", goal(figures)]
         made.add_row(*cells, *costs_cells(figures))
     return made

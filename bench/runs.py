@@ -2,8 +2,9 @@
 
 A client prints lines; a `Reader` turns each into None or a `Mark`.  The first `open` mark starts
 the window; the last `close` mark ends it and carries the result.  At both, the CPU time of the
-client and of the side's server processes is read.  A client that fails, or prints nothing for
-`SILENCE_S`, is an error that shows its last lines; it never hangs the benchmark.
+client with its children, and that of the side's server processes, is read.  A client that fails,
+or prints nothing for `SILENCE_S`, is an error that shows its last lines; it never hangs the
+benchmark.
 """
 
 from __future__ import annotations
@@ -96,9 +97,10 @@ def watch(
                 mark = reader(line)
                 if mark is None:
                     continue
-                costs = (processes.cpu_s([process.pid]), processes.cpu_s(server))
+                client = processes.children(process.pid)
+                costs = (processes.cpu_s(client), processes.cpu_s(server))
                 # at every mark, because the process may have ended after the last one
-                peak_mb = max(peak_mb, processes.peak_rss_mb([process.pid]))
+                peak_mb = max(peak_mb, processes.peak_rss_mb(client))
                 if mark.kind == "open" and opened == (0.0, 0.0):
                     opened = costs
                 elif mark.kind == "close":

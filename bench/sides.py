@@ -53,12 +53,17 @@ class Party(Protocol):
 class Side(Party, Protocol):
     """pk, or Apache Kafka."""
 
+    kind: str  #: of its clients: pk or kafka
     address: str
 
     def create_topic(
         self, topic: str, partitions: int = PARTITIONS, configs: Mapping[str, str] | None = None
     ) -> None:
         """Create a topic; returns when every partition has a leader."""
+        ...
+
+    def grow_topic(self, topic: str, partitions: int) -> None:
+        """Grow a topic; a client may not know the new partitions yet when it returns."""
         ...
 
     def delete_topic(self, topic: str) -> None: ...

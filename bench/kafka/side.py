@@ -15,6 +15,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
     AlterConfigOpType,
     ConfigEntry,
     ConfigResource,
+    NewPartitions,
     NewTopic,
 )
 
@@ -39,6 +40,7 @@ class KafkaSide:
     """One Apache Kafka broker and its Java clients."""
 
     name = "kafka"
+    kind = "kafka"
     replication = 1
 
     def __init__(self) -> None:
@@ -90,6 +92,10 @@ class KafkaSide:
             if time.monotonic() > deadline:
                 raise SideFailed(f"not all of {topic}'s {partitions} partitions have a leader")
             time.sleep(0.01)
+
+    def grow_topic(self, topic: str, partitions: int) -> None:
+        futures = self._admin.create_partitions([NewPartitions(topic, partitions)])
+        futures[topic].result(_CREATE_S)
 
     def alter_topic(self, topic: str, configs: Mapping[str, str]) -> None:
         entries = [

@@ -17,13 +17,16 @@ from bench.sides import Party, Side
 if TYPE_CHECKING:
     from bench.measuring import Bench
 
-_HOMES = {
+#: The name of a plan → its module and its class.
+HOMES = {
     "produce": ("clients", "Produce"),
     "consume": ("clients", "Consume"),
     "latency": ("clients", "Latency"),
     "produce_own": ("clients", "ProduceOwn"),
     "transaction_latency": ("clients", "TransactionLatency"),
     "small": ("clients", "Small"),
+    "commits": ("commits", "Commits"),
+    "rebalance": ("rebalance", "Rebalance"),
     "partitions": ("partitions", "Partitions"),
     "deep": ("deep", "Deep"),
     "failover": ("clusters", "Failover"),
@@ -31,6 +34,7 @@ _HOMES = {
     "cluster_partitions": ("clusters", "ClusterPartitions"),
     "spark_read": ("spark", "HotRead"),
     "spark_stream": ("spark", "HotStream"),
+    "spark_stream_own": ("spark", "StreamOwn"),
     "spark_sink": ("spark", "Sink"),
     "spark_sink_own": ("spark", "SinkOwn"),
     "spark_cold": ("spark", "ColdRead"),
@@ -75,6 +79,6 @@ class Base:
 
 def load(name: str) -> Callable[..., Plan]:
     """Return the class of a plan; its imports (Spark) are loaded only with it."""
-    module, which = _HOMES[name]
+    module, which = HOMES[name]
     found: Callable[..., Plan] = getattr(import_module(f"bench.plans.{module}"), which)
     return found

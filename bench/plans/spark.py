@@ -18,6 +18,8 @@ from bench.sides import Party, Side
 from bench.spark.worker import SparkSession
 
 _SOURCE_FILES = 4
+#: Micro-batches of `spark_stream_group`: each publishes the progress once.
+GROUP_BATCHES = 24
 #: What is tiered waits for nothing.
 _TIERED = {"tier_max_lag_ms": "1000"}
 
@@ -77,6 +79,30 @@ class HotRead(_Sessions, Filled):
 class HotStream(_Sessions, Filled):
     def round(self, role: str, mode: str) -> Sample:
         where = source(self.side(role), role, self.topics[role], mode)
+        return self.timed(role, mode, do="stream", folder=str(self.bench.folder), **where)
+
+
+class StreamOwn(HotStream):
+    """Without groupId pk is the peer, on the same topic and in the same session.
+
+    One session for both: whether a JVM is warm must not decide about two percent.
+    """
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.sessions["peer"] = self.sessions["pk"]
+
+    def side(self, role: str) -> Side:
+        return self.bench.pk
+
+    def fill_roles(self) -> tuple[tuple[str, str], ...]:
+        return (("pk", "prebuilt"),)
+
+    def round(self, role: str, mode: str) -> Sample:
+        where = source(self.bench.pk, "pk", self.topics["pk"], mode)
+        where["options"] |= {"maxOffsetsPerTrigger": str(self.counts["pk"] // GROUP_BATCHES)}
+        if mode == "group":
+            where["options"]["groupId"] = self.bench.fresh("bench-progress")
         return self.timed(role, mode, do="stream", folder=str(self.bench.folder), **where)
 
 

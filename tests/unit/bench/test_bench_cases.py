@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bench import cases, measuring, page, report, sides
+from bench import cases, measuring, page, plans, report, sides
 from bench.runs import Sample
 from pk.limits import MIB
 
@@ -227,3 +227,24 @@ def test_settling_means_that_epochs_stay(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(sides, "STEADY_S", 0.0)
     sides.settle(side)
     assert len(seen) == 4
+
+
+def test_a_figure_of_pk_above_its_bound_is_not_reached() -> None:
+    """The bound holds whatever the peer's figure is; lines of an older store have none."""
+    figures = {"pk": 6.0, "ratio": 9.0, "at_least": 1.0, "at_most": 5.0, "unit": "s"}
+    assert not report.reached(figures)
+    assert report.reached({**figures, "pk": 5.0})
+    assert not report.reached({**figures, "pk": 5.0, "ratio": 0.9})
+    assert report.goal(figures) == "1, pk ≤ 5 s"
+    assert report.goal({**figures, "at_least": 0.0}) == "pk ≤ 5 s"
+    old = {"pk": 6.0, "ratio": 1.0, "at_least": 0.0, "unit": "s"}
+    assert report.reached(old)
+    assert report.goal(old) == "–"
+
+
+def test_every_case_has_a_plan_and_names_of_its_own() -> None:
+    for case in cases.CASES:
+        assert case.plan in plans.HOMES, case.name
+        names = [variant.name for variant in case.variants]
+        assert len(set(names)) == len(names), case.name
+    assert len(cases.BY_NAME) == len(cases.CASES)
