@@ -1,6 +1,6 @@
 """Hostile peers: announced frames, huge control messages, silent connections (rule L17).
 
-One server has `inbound_bytes_max` = BUDGET_BYTES and 1,024 descriptors.  During each attack a
+One server has `inbound_bytes_max` = BUDGET_BYTES and 2,400 descriptors.  During each attack a
 neighbour produces one record after another, with a batch of 1 MiB among them.  A case passes if the
 broker grew by less than the budget and SLACK_BYTES, the neighbour lost no record, and every refusal
 names its reason.  The times are reported and not judged.
@@ -32,7 +32,7 @@ from pk.wire.calls import PROTOCOL, head_of
 BUDGET_BYTES = 64 * MIB
 #: Garbage collection runs on a tick, and the allocator keeps freed memory.
 SLACK_BYTES = 160 * MIB
-DESCRIPTORS = 1_024
+DESCRIPTORS = 2_400
 TOPIC = "neighbour"
 LENGTH = struct.Struct("<I")
 HELLO = frames.encode(head_of(wire.Hello(client_id="hostile", protocol=PROTOCOL)))

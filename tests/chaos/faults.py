@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 Fault = Callable[["Campaign", "Round", "Load"], None]
 
 ASK_S = 3.0
-#: How long after its session's end an isolated leader may answer earlier requests.
+#: How long after its session's end an isolated leader may accept requests: the cut itself takes
+#: time, and a broker counts contact from the heartbeat it sent last.
 R6_SLACK_S = 1.0
 #: An active controller without a majority answers no heartbeat after this (Timing.lease_ms).
 LEASE_S = 1.0
@@ -206,7 +207,7 @@ def _judge(
     plan.notes["parked_answer_ms"] = round(1000 * (witness.parked_at - healed))
     plan.notes["new_session"] = refused or "let in"
     if last_s > campaign.session_s + R6_SLACK_S:
-        campaign.violations.append(f"R6: an isolated leader acknowledged after {last_s:.1f} s")
+        campaign.violations.append(f"R6: an isolated leader accepted acks=1 after {last_s:.1f} s")
     if not refused:
         campaign.violations.append("R6: an isolated leader let a new session in")
     if witness.parked not in ("NotLeaderOrFollower", "FencedLeaderEpoch"):

@@ -22,21 +22,21 @@ Exit 1 = one of these is broken.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import subprocess
 import sys
-import tempfile
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "fixtures"))
+for _shared in ("fixtures", "kit"):
+    sys.path.insert(0, str(Path(__file__).parents[1] / _shared))
 
+# ruff: noqa: E402 - the modules of campaigns are found by the paths above
+import campaign
 from copier import BATCH, INPUT, OUTPUT, PROGRESS
-from judging import bugs, difference
+from judging import difference
 from left_open import BROKERS, NODE, TRANSACTION_TIMEOUT_MS, LeftOpen
 
 from pk import AdminClient, Consumer, Producer, TopicPartition, errors
@@ -63,22 +63,15 @@ COPIER = Path(__file__).parent / "copier.py"
 
 
 @dataclass
-class Verdict:
+class Verdict(campaign.Verdict):
     """What the run found."""
 
-    seed: int
     records: int
     transactions: int = 0
     aborted: int = 0
     broker_kills: int = 0
     copier_kills: int = 0
     left_open_ms: list[int | None] = field(default_factory=list)
-    broken: list[str] = field(default_factory=list)
-
-    def check(self, holds: bool, words: str) -> None:
-        """Note a broken promise."""
-        if not holds:
-            self.broken.append(words)
 
 
 class Follower:
@@ -229,19 +222,8 @@ class Run:
         self._verdict.check(self._closed(), "a transaction is still open")
 
     def _read_all(self) -> dict[int, list[bytes]]:
-        places = [TopicPartition(OUTPUT, number) for number in range(PARTITIONS)]
-        found: dict[int, list[bytes]] = {place.partition: [] for place in places}
-        with Consumer(self._cluster.address, auto_offset_reset="earliest") as consumer:
-            consumer.assign(places)
-            ends = consumer.end_offsets(places, timeout_s=60)
-            deadline = monotonic_s() + 120
-            while any(consumer.position(place) < ends[place] for place in places):
-                for place, batch in consumer.poll_batches(timeout_s=1.0):
-                    found[place.partition] += batch.column("value").to_pylist()
-                if monotonic_s() > deadline:
-                    self._verdict.check(False, f"the output cannot be read to {ends}")
-                    break
-        return found
+        rows = campaign.rows_of(self._cluster.address, OUTPUT, PARTITIONS, 120)
+        return {number: [row[2] for row in found] for number, found in rows.items()}
 
     def _closed(self) -> bool:
         """Whether every last stable offset reaches its high watermark soon."""
@@ -270,14 +252,8 @@ def leave_open(cluster: EmbeddedCluster, verdict: Verdict) -> None:
 
 def main() -> int:
     """Run the campaign and print its verdict."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else "")
-    parser.add_argument("--short", action="store_true", help=f"{SHORT_RECORDS} records a partition")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--dir", type=Path)
-    given = parser.parse_args()
-    folder = given.dir or Path(tempfile.mkdtemp(prefix="pk-eos-"))
-    folder.mkdir(parents=True, exist_ok=True)
+    given = campaign.options(__doc__, f"{SHORT_RECORDS} records a partition").parse_args()
+    folder = campaign.begun(given, "eos")
     verdict = Verdict(given.seed, SHORT_RECORDS if given.short else RECORDS)
     with EmbeddedCluster(folder, settings=SETTINGS) as cluster:
         run = Run(cluster, folder, verdict)
@@ -289,19 +265,15 @@ def main() -> int:
         run.judge(follower)
         if not given.short:
             leave_open(cluster, verdict)
-        verdict.broken += [f"a node logged a bug: {line}" for line in bugs(cluster)[:5]]
-    if given.json is not None:
-        given.json.write_text(json.dumps(vars(verdict)))
-    print(
-        f"seed {verdict.seed}: {PARTITIONS * verdict.records} records in {verdict.transactions} "
-        f"transactions, {verdict.aborted} aborted; {verdict.broker_kills} brokers and "
-        f"{verdict.copier_kills} copiers killed: {'BROKEN' if verdict.broken else 'ok'}"
-    )
+        verdict.check_nodes(cluster)
     if verdict.left_open_ms:
-        print(f"  ms until readers went on after a transaction left open: {verdict.left_open_ms}")
-    for words in verdict.broken:
-        print(f"  {words}")
-    return 1 if verdict.broken else 0
+        print(f"ms until readers went on after a transaction left open: {verdict.left_open_ms}")
+    told = (
+        f"{PARTITIONS * verdict.records} records in {verdict.transactions} transactions, "
+        f"{verdict.aborted} aborted; {verdict.broker_kills} brokers and {verdict.copier_kills} "
+        "copiers killed"
+    )
+    return verdict.end(told, given.json)
 
 
 if __name__ == "__main__":

@@ -24,25 +24,25 @@ Exit 1 = one of these is broken.  A short run has one round of each, and two coo
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "fixtures"))
+for _shared in ("fixtures", "kit"):
+    sys.path.insert(0, str(Path(__file__).parents[1] / _shared))
 
+# ruff: noqa: E402 - the modules of campaigns are found by the paths above
+import campaign
 from copier import EXACT, INPUT, OUTPUT, PLAIN
-from judging import bugs, difference
+from judging import difference
 
-from pk import AdminClient, Consumer, Producer, TopicPartition, errors
+from pk import AdminClient, Producer, errors
 from pk.cli.embedded import EmbeddedCluster
 from pk.client.admin import NewTopic
 from pk.clock import block_s, monotonic_s
@@ -65,10 +65,9 @@ COPIER = Path(__file__).parent / "copier.py"
 
 
 @dataclass
-class Verdict:
+class Verdict(campaign.Verdict):
     """What the run found."""
 
-    seed: int
     records: int = 0
     members_stopped: int = 0
     members_killed: int = 0
@@ -76,12 +75,6 @@ class Verdict:
     coordinators_killed: int = 0
     aborted: int = 0
     twice: int = 0  #: records that `plain` processed more than once
-    broken: list[str] = field(default_factory=list)
-
-    def check(self, holds: bool, words: str) -> None:
-        """Note a broken promise."""
-        if not holds:
-            self.broken.append(words)
 
 
 class Input(threading.Thread):
@@ -297,18 +290,8 @@ class Run:
                 member.process.wait()
 
     def _judge_exact(self) -> None:
-        places = [TopicPartition(OUTPUT, number) for number in range(PARTITIONS)]
-        found: dict[int, list[bytes]] = {place.partition: [] for place in places}
-        with Consumer(self._cluster.address, auto_offset_reset="earliest") as consumer:
-            consumer.assign(places)
-            ends = consumer.end_offsets(places, timeout_s=60)
-            deadline = monotonic_s() + PATIENCE_S
-            while any(consumer.position(place) < ends[place] for place in places):
-                for place, batch in consumer.poll_batches(timeout_s=1.0):
-                    found[place.partition] += batch.column("value").to_pylist()
-                if monotonic_s() > deadline:
-                    self._verdict.check(False, f"the copy cannot be read to {ends}")
-                    break
+        rows = campaign.rows_of(self._cluster.address, OUTPUT, PARTITIONS, PATIENCE_S)
+        found = {number: [row[2] for row in of_one] for number, of_one in rows.items()}
         for number, sent in self.input.sent.items():
             self._verdict.check(
                 found[number] == sent, difference(f"copy {number}", sent, found[number])
@@ -335,15 +318,8 @@ class Run:
 
 def main() -> int:
     """Run the campaign and print its verdict."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else "")
-    parser.add_argument("--short", action="store_true", help="one round of each")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--dir", type=Path)
-    given = parser.parse_args()
-    folder = given.dir or Path(tempfile.mkdtemp(prefix="pk-groups-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    print(f"SEED {given.seed}, {folder}", flush=True)
+    given = campaign.options(__doc__, "one round of each").parse_args()
+    folder = campaign.begun(given, "groups")
     verdict = Verdict(given.seed)
     with EmbeddedCluster(folder, settings=SETTINGS) as cluster:
         run = Run(cluster, folder, verdict)
@@ -358,19 +334,14 @@ def main() -> int:
             run.finish()
         finally:
             run.kill_members()
-        verdict.broken += [f"a node logged a bug: {line}" for line in bugs(cluster)[:5]]
-    if given.json is not None:
-        given.json.write_text(json.dumps(vars(verdict)))
-    print(
-        f"seed {verdict.seed}: {verdict.records} records; members: {verdict.members_stopped} "
-        f"stopped, {verdict.members_killed} killed; {verdict.nodes_killed} nodes and "
+        verdict.check_nodes(cluster)
+    told = (
+        f"{verdict.records} records; members: {verdict.members_stopped} stopped, "
+        f"{verdict.members_killed} killed; {verdict.nodes_killed} nodes and "
         f"{verdict.coordinators_killed} coordinators killed; {verdict.aborted} transactions "
-        f"aborted, {verdict.twice} records processed twice by the plain group: "
-        f"{'BROKEN' if verdict.broken else 'ok'}"
+        f"aborted, {verdict.twice} records processed twice by the plain group"
     )
-    for words in verdict.broken:
-        print(f"  {words}")
-    return 1 if verdict.broken else 0
+    return verdict.end(told, given.json)
 
 
 if __name__ == "__main__":

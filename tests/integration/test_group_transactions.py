@@ -83,8 +83,8 @@ def test_a_reader_waits_for_the_outcome_and_tools_are_refused(server: EmbeddedSe
         old = server.pids()["broker"]
         server.kill("broker")
         server.wait_restarted("broker", old)
-        with pytest.raises(errors.RequestTimedOut):
-            reader(server).committed(PLACE, timeout_s=1)
+        with pytest.raises(errors.UnstableOffsetCommit, match="transaction"):
+            reader(server).committed(PLACE, timeout_s=3)
         with reader(server, isolation_level="read_uncommitted") as impatient:
             assert impatient.committed(PLACE) is None
         with pytest.raises((errors.UnstableOffsetCommit, errors.RequestTimedOut)):
@@ -137,3 +137,8 @@ def test_odd_calls_are_refused_by_name(server: EmbeddedServer) -> None:
             producer.begin_transaction()
             with pytest.raises(errors.TransactionAborted, match=r"NotPartitionOwner|UnknownTopic"):
                 producer.send_offsets_to_transaction({TopicPartition("t2", 0): 1}, group)
+            producer.abort_transaction()
+            producer.begin_transaction()
+            none = TopicPartition(PLACE.topic, 99)
+            with pytest.raises(errors.TransactionAborted, match="UnknownTopicOrPartition"):
+                producer.send_offsets_to_transaction({none: 1}, group, 20)

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,28 @@ def test_the_partitions_of_a_killed_member_move_and_nothing_is_lost(
         again = Member(server.address, topic, topic, **options)
         members.append(again)
         until(lambda: shared(*others, again), "a new member gets its share")
+    finally:
+        for each in members:
+            each.kill()
+
+
+@pytest.mark.parametrize("assignor", ["range", "cooperative-sticky"])
+def test_a_member_learns_at_once_that_another_one_joins(
+    server: EmbeddedServer, topic: str, assignor: str
+) -> None:
+    """Rule P5: the heartbeats of these members are 15 s apart, so none of them brings the news."""
+    options = {
+        "partition_assignment_strategy": assignor,
+        "session_timeout_ms": 45_000,
+        "heartbeat_interval_ms": 15_000,
+    }
+    members = [Member(server.address, topic, topic, **options)]
+    try:
+        until(lambda: len(members[0].owned()) == PARTITIONS, "the first member has the topic")
+        began = time.monotonic()  # the start of the second process is a part of it
+        members.append(Member(server.address, topic, topic, **options))
+        until(lambda: shared(*members), "they share the topic")
+        assert time.monotonic() - began < 10
     finally:
         for each in members:
             each.kill()

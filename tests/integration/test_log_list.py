@@ -8,9 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pk import AdminClient, Producer
+import pytest
+
+from pk import AdminClient, Producer, errors
 from pk.cli.embedded import EmbeddedServer
 from pk.log import batch as batches
+from pk.log import checkpoints, epochs
 
 PK = Path(sys.executable).parent / "pk"
 
@@ -30,6 +33,36 @@ def dumped(path: Path) -> tuple[int, dict[str, Any]]:
     found = json.loads(done.stdout.splitlines()[0])
     assert isinstance(found, dict)
     return done.returncode, found
+
+
+def test_a_file_of_a_newer_pk_is_newer_and_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rule L21: list, dump and the broker say the same, and none of them changes the file."""
+    server = EmbeddedServer(tmp_path)
+    with server:
+        with AdminClient(server.address) as admin:
+            admin.create_topic("t", 1, {"retention_ms": -1})
+        with Producer(server.address) as producer:
+            producer.send("t", b"value", partition=0).result(30)
+    path = server.data / "topics" / "t-0" / epochs.FILE
+    lines = checkpoints.decode(epochs.FILE, path.read_bytes())
+    with monkeypatch.context() as newer:
+        newer.setattr(checkpoints, "VERSION", checkpoints.VERSION + 1)
+        path.write_bytes(checkpoints.encode(epochs.FILE, lines))
+    raw = path.read_bytes()
+
+    found = listed(server.data)
+    assert found["status"] == "newer"
+    assert f"{epochs.FILE}: " in found["problem"]
+    done = subprocess.run([PK, "log", "dump", path], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "CORRUPT" not in done.stdout
+    assert f"{path}: {epochs.FILE} has version" in done.stderr
+    with server, AdminClient(server.address) as admin:
+        (state,) = admin.describe_topics(["t"])
+        assert isinstance(state.error, errors.NewerFormat)
+    assert path.read_bytes() == raw
 
 
 def test_a_damaged_log_is_listed_and_identities_are_printed(tmp_path: Path) -> None:

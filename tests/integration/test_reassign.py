@@ -187,7 +187,7 @@ def test_a_plan_does_not_move_a_topic_that_was_created_again(
     cluster.create("planned", 1, 2)
     refused = pk("execute", str(file))
     assert refused.returncode == 1
-    assert "it was deleted and created again" in " ".join(refused.stdout.split())
+    assert "it was deleted and created again" in " ".join(refused.stderr.split())
     assert cluster.replicas(place) == (1, 2)
     del entry["topic_id"]
     file.write_text(json.dumps(plan))

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,10 +20,10 @@ from typing import Any
 
 import pytest
 
-from pk import errors
+from pk import Producer, errors
 from pk.cli.embedded import ReservedPorts
 from pk.clock import SystemClock
-from pk.log import sealed
+from pk.log import directory, sealed
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import PROTOCOL, Caller
 from pk.wire.socket_network import PkNetwork
@@ -252,17 +253,52 @@ def test_a_broker_that_is_refused_as_it_starts_ends_the_start(
     create(first.line()["address"], "t")
     assert first.stop()[0] == 0
     run = tmp_path / "data" / "run.json"
-    later = json.dumps({**json.loads(run.read_text()), "broker_epoch": 1_000_000})
+    known = directory.decode_run(run.name, run.read_bytes())
     for path in (run, run.with_name("clean-shutdown")):
-        path.write_text(later)
+        path.write_bytes(directory.encode_run(known._replace(broker_epoch=1_000_000)))
     error = refusal(start(*given))
     assert (error["name"], error["acts"]) == ("MetadataBehind", "operator")
     assert sorted(os.listdir(tmp_path / "data/topics")) == ["t-0", "t-1"]
-    for path in (run, run.with_name("clean-shutdown")):  # as the error says
-        path.unlink()
+    run.unlink()  # as the error says
+    # a broker that is ended before it has closed its logs leaves none
+    run.with_name("clean-shutdown").unlink(missing_ok=True)
     again = start(*given)
     assert set(topics(again.line()["address"])) == {"t"}
     assert again.stop()[0] == 0
+
+
+def test_metadata_from_a_backup_cost_no_log_that_they_do_not_know(
+    start: Callable[..., Server], tmp_path: Path
+) -> None:
+    """Rule L15, docs/REPAIR.md: the backup is of the last start, so the broker's registration is in
+    it, and the metadata log soon ends behind the offset at which the unknown topic was created.
+    """
+    data = tmp_path / "data"
+    given = ("--dir", str(data), "--listen", "127.0.0.1:0")
+    first = start(*given)
+    address = first.line()["address"]
+    create(address, "old")
+    shutil.copytree(data / "metadata", tmp_path / "backup")
+    create(address, "newer")
+    with Producer(address) as producer:
+        producer.send("newer", b"acknowledged", partition=0).result(30)
+    assert first.stop()[0] == 0
+    shutil.rmtree(data / "metadata")
+    shutil.copytree(tmp_path / "backup", data / "metadata")
+    for number in range(2):
+        again = start(*given)
+        address = again.line()["address"]
+        for other in range(4):  # more records than the lost part had
+            create(address, f"other{number}{other}")
+        assert "newer" not in topics(address)
+        code, err = again.stop()
+        assert code == 0
+        assert "directory_kept" in err
+        assert "newer-0" in err
+        there = [each for each in os.listdir(data / "topics") if each.startswith("newer")]
+        assert sorted(there) == ["newer-0", "newer-1"]
+        (log,) = (data / "topics/newer-0").glob("*.log")
+        assert b"acknowledged" in log.read_bytes()
 
 
 @pytest.mark.parametrize(

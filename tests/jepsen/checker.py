@@ -20,6 +20,10 @@ if its outcome is not known and a consumer returned a record of its transaction.
     poll skip       a consumer skips a write that happened
     nonmonotonic poll   a consumer goes back, or gets a record twice
     nonmonotonic send   a process' later write has a lower offset than its earlier one
+    offset back     a group's committed offset is lower than one known before (group_rules.py)
+    offset phantom  a member got an offset that no member can have committed: also of an abort
+    offset skip     a group has passed a record that no member has processed
+    processed twice a group has processed a record in two transactions that committed
     G0              transactions that write several keys in different orders
 
 All of them must be 0, except G0.  As in Kafka, the records of open transactions interleave in the
@@ -43,11 +47,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 from cycles import cyclic_groups
+from group_rules import group_anomalies
 from history import ASSIGN, FAIL, INFO, OK, SEND, TXN, Operation, Sent, load
 
 ANOMALIES = (
     "lost", "unseen", "torn", "duplicate", "inconsistent", "phantom", "G1a", "precommitted", "G1c",
-    "poll skip", "nonmonotonic poll", "nonmonotonic send",
+    "poll skip", "nonmonotonic poll", "nonmonotonic send", "offset back",
+    "offset phantom", "offset skip", "processed twice",
 )  # fmt: skip
 ALLOWED = ("G0",)
 SHOWN_MAX = 5  #: of each anomaly, in words
@@ -107,12 +113,14 @@ class Analysis:
 
     def has_happened(self, at: int, sent: Sent) -> bool:
         """Return whether this write of the operation at position `at` is known to be visible."""
-        operation = self.history[at]
-        if operation.kind == SEND:
+        if self.history[at].kind == SEND:
             return sent.offset >= 0 or (sent.key, sent.value) in self.places
-        if operation.outcome == FAIL:
-            return False
-        return operation.outcome == OK or at in self.seen_writers
+        return self.has_committed(at)
+
+    def has_committed(self, at: int) -> bool:
+        """Return whether the transaction at position `at` is known to have committed."""
+        outcome = self.history[at].outcome
+        return outcome == OK or (outcome != FAIL and at in self.seen_writers)
 
     def offset_of(self, sent: Sent) -> int:
         """Return the offset of the acknowledgement, else of a read; -1 = not known."""
@@ -149,9 +157,13 @@ def totals(history: Iterable[Operation]) -> dict[str, int]:
     for operation in history:
         found["operations"] += operation.kind != ASSIGN
         found[f"{operation.kind} {operation.outcome}"] += 1
+        found["copies"] += bool(operation.group) and (operation.kind, operation.outcome) == (
+            TXN,
+            OK,
+        )
         found["records sent"] += len(operation.sends)
         found["records polled"] += sum(len(each.offsets) for each in operation.polls)
-    return dict(sorted(found.items()))
+    return {name: count for name, count in sorted(found.items()) if count}
 
 
 # -- one write, one place --------------------------------------------------------------------------
@@ -351,8 +363,16 @@ def _write_order(analysis: Analysis, verdict: Verdict) -> None:
         verdict.add("G0", f"{len(group)} transactions, among them {analysis.name(group[0])}")
 
 
+def _groups(analysis: Analysis, verdict: Verdict) -> None:
+    """Find committed offsets that go back, and records that groups skip or process twice."""
+    for anomaly, words in group_anomalies(analysis.history, analysis.log, analysis.has_committed):
+        verdict.add(anomaly, words)
+
+
 Judge = Callable[[Analysis, Verdict], None]
-JUDGES: tuple[Judge, ...] = (_places, _everything, _polls, _sends, _information_flow, _write_order)
+JUDGES: tuple[Judge, ...] = (
+    _places, _everything, _polls, _sends, _information_flow, _write_order, _groups,
+)  # fmt: skip
 
 
 def main() -> int:

@@ -7,6 +7,11 @@ once.  A *key* is the number of a partition.
     poll    records that a consumer got
     txn     sends and polls in one transaction
     assign  the consumer of the process begins to read at these offsets, and reads nothing else
+    commit  a member of a group commits offsets
+    fetch   a member of a group asks for the committed offsets
+
+A `poll` or a `txn` of a member names the group: its records are processed by the group.  A `txn`
+may commit offsets.
 
 An operation is `ok` (it happened), `fail` (it did not and never will) or `info` (its outcome is not
 known: it may happen at any time, or never).  An operation that was invoked and never completed is
@@ -22,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 SEND, POLL, TXN, ASSIGN = "send", "poll", "txn", "assign"
+COMMIT, FETCH = "commit", "fetch"
 OK, FAIL, INFO = "ok", "fail", "info"
 
 
@@ -53,6 +59,9 @@ class Operation:
     sends: list[Sent] = field(default_factory=list)
     polls: list[Polled] = field(default_factory=list)
     starts: dict[int, int] = field(default_factory=dict)  #: of `assign`: key → offset
+    group: str = ""
+    #: Key → offset of the next record: committed, or found by a `fetch`.
+    offsets: dict[int, int] = field(default_factory=dict)
     final: bool = False  #: by a consumer that reads every key from offset 0 after the last fault
     note: str = ""  #: why the operation ended as it did, for a person
 
@@ -75,5 +84,6 @@ def load(lines: Iterable[str]) -> list[Operation]:
 def _operation(row: dict[str, Any]) -> Operation:
     row["sends"] = [Sent(*each) for each in row["sends"]]
     row["polls"] = [Polled(*each) for each in row["polls"]]
-    row["starts"] = {int(key): offset for key, offset in row["starts"].items()}
+    for name in ("starts", "offsets"):
+        row[name] = {int(key): offset for key, offset in row[name].items()}
     return Operation(**row)

@@ -3,15 +3,16 @@
     python tests/jepsen/run.py [--seconds N] [--rounds N] [--seed N] [--json FILE] [--dir DIR]
 
 Each round starts a cluster with replication factor 3 and min_insync_replicas 2, runs the clients of
-workload.py for `--seconds` while nemesis.py kills and pauses nodes and cuts their links, and then
-heals the cluster.  Nodes reach each other through the proxies of tests/chaos; clients reach every
-broker directly, also one that is cut off.  At the end these must hold:
+workload.py and, unless `--no-groups` is given, the members of two groups of group_clients.py for
+`--seconds` while nemesis.py kills and pauses nodes and cuts their links, and then heals the
+cluster.  Nodes reach each other through the proxies of tests/chaos; clients reach every broker
+directly, also one that is cut off.  At the end these must hold:
 
   - The checker finds no anomaly but G0 in the history (checker.py), which ends with two consumers
     that read every partition from offset 0.
   - Every partition has a leader and three replicas in sync, and no transaction is left open: the
     last stable offset is the high watermark.
-  - The consumers that read through the faults reach the end.
+  - The consumers that read through the faults reach the end, and so do both groups.
   - No client got an error that docs/transactions.md does not name, and no process logged a bug.
 
 Exit 1 = one of these is broken.  The history of a broken round stays in DIR/round-N/history.jsonl.
@@ -40,6 +41,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import nemesis
 from checker import ALLOWED, ANOMALIES, Verdict, check
 from cluster import TestedCluster
+from group_clients import INPUTS, ExactMember, MemberClient, PlainMember
 from history import dump
 from workload import (
     PARTITIONS,
@@ -64,6 +66,7 @@ SETTINGS = {
     "log_flush_offset_checkpoint_interval_ms": 2_000,
     "broker_session_timeout_ms": 3_000,
     "broker_heartbeat_interval_ms": 300,
+    "group_initial_rebalance_delay_ms": 500,
 }
 #: client → how many, and the mean pause between two of its operations
 CLIENTS: dict[type[Client], tuple[int, float]] = {
@@ -71,6 +74,7 @@ CLIENTS: dict[type[Client], tuple[int, float]] = {
     SendClient: (2, 0.05),
     PollClient: (3, 0.03),
 }
+MEMBERS: dict[type[Client], tuple[int, float]] = {ExactMember: (3, 0.05), PlainMember: (3, 0.05)}
 WHOLE_MAX_S = 180.0
 #: The last transactions of the clients time out after at most 15 s (workload.py).
 CLOSED_MAX_S = 90.0
@@ -106,6 +110,8 @@ class Result:
             "transactions unknown": found.get("txn info", 0),
             "records sent": found.get("records sent", 0),
             "records polled": found.get("records polled", 0),
+            "copies of a group": found.get("copies", 0),
+            "commits of a group": found.get("commit ok", 0),
             "faults": len(self.faults),
             **{name: kept[name] for name in (*ANOMALIES, *ALLOWED)},
             "broken promises": len(self.broken),
@@ -129,8 +135,11 @@ class Result:
 class Round:
     """One round over a cluster that has started."""
 
-    def __init__(self, cluster: TestedCluster, result: Result, pace: nemesis.Pace) -> None:
+    def __init__(
+        self, cluster: TestedCluster, result: Result, pace: nemesis.Pace, *, groups: bool
+    ) -> None:
         self._cluster, self._result = cluster, result
+        self._kinds = CLIENTS | MEMBERS if groups else CLIENTS
         self._recorder = Recorder()
         self._rng = random.Random(result.seed)
         self._nemesis = nemesis.Nemesis(cluster, random.Random(result.seed + 1), pace)
@@ -141,7 +150,7 @@ class Round:
         self._make_topics()
         clients = [
             kind(self._cluster.address, self._recorder, self._rng.getrandbits(32), pause_s)
-            for kind, (count, pause_s) in CLIENTS.items()
+            for kind, (count, pause_s) in self._kinds.items()
             for _ in range(count)
         ]
         for client in clients:
@@ -164,13 +173,15 @@ class Round:
     def _settle(self, clients: Sequence[Client]) -> None:
         """Stop the clients after the last fault, and read everything to the end."""
         pollers = [each for each in clients if isinstance(each, PollClient)]
+        members = [each for each in clients if isinstance(each, MemberClient)]
         for client in clients:
             client.stop.set()
         for client in clients:
-            if not isinstance(client, PollClient):
+            if not isinstance(client, PollClient | MemberClient):
                 client.join(JOIN_MAX_S)
         self._whole()
-        ends = self._ends()
+        self._finish_groups(members)
+        ends = self._ends(TOPICS)
         for client in pollers:
             client.ends, client.deadline = ends, monotonic_s() + READ_MAX_S
             client.ends_known.set()
@@ -179,16 +190,39 @@ class Round:
         for _ in range(FINAL_READERS):
             final_read(self._cluster.address, self._recorder, ends, READ_MAX_S)
 
+    def _finish_groups(self, members: Sequence[MemberClient]) -> None:
+        """Wait until the groups have processed all of their input, and end their members."""
+        if not members:
+            return
+        ends = self._ends(tuple(INPUTS.values()))
+        deadline = monotonic_s() + READ_MAX_S
+        while True:
+            reached: dict[TopicPartition, int] = {}
+            for member in members:
+                for place, position in member.reached.items():
+                    reached[place] = max(position, reached.get(place, 0))
+            behind = {place: end for place, end in ends.items() if reached.get(place, 0) < end}
+            if not behind:
+                break
+            if monotonic_s() > deadline:
+                self._result.broken.append(f"groups are stuck at {reached}, before {behind}")
+                break
+            block_s(0.2)
+        for member in members:
+            member.finished.set()
+        for member in members:
+            member.join(JOIN_MAX_S)
+
     def _whole(self) -> None:
         for topic in TOPICS:
             if missing := self._cluster.whole(topic, WHOLE_MAX_S):
                 self._result.broken.append(f"{topic} is not whole: {missing}")
 
-    def _ends(self) -> dict[TopicPartition, int]:
-        """Return the high watermarks, once no transaction is open in any partition."""
+    def _ends(self, topics: Sequence[str]) -> dict[TopicPartition, int]:
+        """Return the high watermarks, once no transaction is open in any of their partitions."""
         deadline = monotonic_s() + CLOSED_MAX_S
         while True:
-            states = [state for topic in TOPICS for state in self._cluster.topic(topic)]
+            states = [state for topic in topics for state in self._cluster.topic(topic)]
             held = [each for each in states if each.last_stable_offset < each.high_watermark]
             bad = [each for each in states if each.error is not None]
             if not held and not bad:
@@ -201,7 +235,7 @@ class Round:
                 break
             block_s(0.5)
         found = {TopicPartition(s.topic, s.partition): s.last_stable_offset for s in states}
-        assert set(found) == set(PLACES), found
+        assert set(found) == {each for each in PLACES if each.topic in topics}, found
         return found
 
     def _bugs(self) -> list[str]:
@@ -212,11 +246,13 @@ class Round:
         return found
 
 
-def run_round(number: int, seed: int, seconds: float, pace: nemesis.Pace, folder: Path) -> Result:
+def run_round(
+    number: int, seed: int, seconds: float, pace: nemesis.Pace, folder: Path, *, groups: bool
+) -> Result:
     """Run one round; the history of a broken one is kept in `folder`."""
     result = Result(number, seed)
     with TestedCluster(folder / "cluster", SETTINGS) as cluster:
-        played = Round(cluster, result, pace)
+        played = Round(cluster, result, pace, groups=groups)
         try:
             played.run(seconds)
         except (errors.PkError, TimeoutError) as cause:
@@ -247,6 +283,12 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300.0, help="of load in each round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--short", action="store_true", help="short faults, for CI")
+    parser.add_argument(
+        "--groups",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="with the members of two consumer groups",
+    )
     parser.add_argument("--seed", type=int, help="of the first round; the next one has seed + 1")
     parser.add_argument("--json", type=Path, help="write the results there, too")
     parser.add_argument("--dir", type=Path, help="for the nodes; what a broken round left stays")
@@ -262,7 +304,9 @@ def main() -> int:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         pace = nemesis.SHORT if given.short else nemesis.FULL
-        result = run_round(number, seed + number - 1, given.seconds, pace, folder)
+        result = run_round(
+            number, seed + number - 1, given.seconds, pace, folder, groups=given.groups
+        )
         results.append(result)
         kept = "ok" if result.valid else f"BROKEN, see {folder}"
         print(f"round {number}, seed {result.seed}: {kept}", flush=True)

@@ -31,4 +31,6 @@ def test_transactions_under_faults_have_no_anomaly(tmp_path: Path) -> None:
     assert found["transactions committed"] >= 5, told
     assert found["transactions aborted"] >= 5, told
     assert found["records polled"] > found["records sent"] > 50, told
+    assert found["copies of a group"] >= 3, told
+    assert found["commits of a group"] >= 3, told
     assert found["faults"] >= 2, told

@@ -21,9 +21,12 @@ from pk import Consumer, Producer, TopicPartition, errors
 from pk.client.futures import SendFuture
 from pk.clock import block_s, monotonic_s
 
-TOPICS = ("jepsen-a", "jepsen-b")
+#: The last one has what the group `exact` makes of the first one (group_clients.py).
+TOPICS = ("jepsen-a", "jepsen-b", "jepsen-copy")
 PARTITIONS = 3  #: of each topic
 PLACES = [TopicPartition(topic, number) for topic in TOPICS for number in range(PARTITIONS)]
+#: The keys from 0 that clients without a group write to.
+WRITTEN = 2 * PARTITIONS
 KEYS = {place: key for key, place in enumerate(PLACES)}
 TRANSACTION_TIMEOUTS_MS = (4_000, 15_000)
 #: A call of a producer is repeated for at most so long; then the producer is closed.
@@ -232,8 +235,8 @@ class SendClient(Client):
         sent: list[tuple[int, int, SendFuture]] = []
         try:
             for _ in range(self.rng.randint(1, 10)):
-                key, value = self.rng.randrange(len(PLACES)), self.recorder.value()
-                sent.append((key, value, _send(self._producer, key, value)))
+                key, value = self.rng.randrange(WRITTEN), self.recorder.value()
+                sent.append((key, value, send_to(self._producer, key, value)))
         except errors.BufferExhausted as cause:  # this record was not accepted
             self.recorder.error(cause)
         if self.rng.random() < 0.02:
@@ -242,7 +245,7 @@ class SendClient(Client):
             self._producer, self.process = None, self.recorder.process()
         for _, _, future in sent:
             self._settle(future)
-        operation.sends = _outcomes(sent)
+        operation.sends = outcomes(sent)
         known = all(each.offset >= 0 for each in operation.sends)
         operation.finish(OK if known else INFO, monotonic_s())
 
@@ -302,7 +305,7 @@ class TransactionClient(Client):
                 fate = "abort"
             outcome = self._finish(producer, fate, sent)
         finally:
-            operation.sends = _outcomes(sent)
+            operation.sends = outcomes(sent)
             operation.finish(outcome, monotonic_s(), note)
 
     def _work(
@@ -314,9 +317,9 @@ class TransactionClient(Client):
             if rng.random() < 0.25:
                 self._reading.poll(operation, rng.uniform(0, 0.1))
                 continue
-            key, value = rng.randrange(len(PLACES)), self.recorder.value()
+            key, value = rng.randrange(WRITTEN), self.recorder.value()
             try:
-                sent.append((key, value, _send(producer, key, value)))
+                sent.append((key, value, send_to(producer, key, value)))
             except (errors.TransactionAborted, errors.BufferExhausted) as cause:
                 self.recorder.error(cause)
                 return cause
@@ -466,12 +469,13 @@ def producer_options(rng: random.Random) -> dict[str, Any]:
     }
 
 
-def _send(producer: Producer, key: int, value: int) -> SendFuture:
+def send_to(producer: Producer, key: int, value: int) -> SendFuture:
+    """Send a value to the partition of a key."""
     place = PLACES[key]
     return producer.send(place.topic, b"%d" % value, partition=place.partition)
 
 
-def _outcomes(sent: list[tuple[int, int, SendFuture]]) -> list[Sent]:
+def outcomes(sent: list[tuple[int, int, SendFuture]]) -> list[Sent]:
     """Return the records with their offsets, as far as these are known now."""
     return [Sent(key, value, _offset(future)) for key, value, future in sent]
 

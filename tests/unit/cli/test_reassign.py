@@ -75,14 +75,31 @@ def test_execute_says_how_to_go_back(
     assert admin.asked == {T0: (3, 1), T1: (1, 3)}
     assert admin.options["topic_ids"] == {"t": "id-t"}
     assert (admin.options["expected"], admin.options["force"]) == ({T0: (1, 2)}, False)
-    told = capsys.readouterr().out
+    told = capsys.readouterr()
+    assert "t-0: begun" in told.err
     old = tmp_path / "old.json"
-    old.write_text(told.splitlines()[1])
+    old.write_text(told.out)  # as a shell does: execute plan.json > old.json
     assert reassign.read_plan(old) == reassign.ReassignmentPlan(admin.replicas, {"t": "id-t"})
     admin.errors[T1] = errors.InvalidReplicaAssignment("broker 3 is not registered")
     assert run(["reassign", "execute", plan, "--json"]) == 1
     listed = json.loads(capsys.readouterr().out)
     assert [each["error"] and each["error"]["code"] for each in listed["partitions"]] == [None, 39]
+
+
+def test_the_way_back_from_a_move_leads_to_the_former_replicas(
+    admin: Admin, plan: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The union of old and new replicas is no assignment that anybody wanted."""
+    admin.replicas = {T0: (3, 4, 1, 2), T1: (2, 1)}
+    admin.moving = [PartitionReassignment("t", 0, (3, 4, 1, 2), (3, 4), (1, 2))]
+    assert run(["reassign", "execute", plan]) == 0
+    old = tmp_path / "old.json"
+    old.write_text(capsys.readouterr().out)
+    assert reassign.read_plan(old).assignment == {T0: (1, 2), T1: (2, 1)}
+    deep = tmp_path / "deep.json"
+    deep.write_text("[" * 100_000)
+    assert run(["reassign", "execute", str(deep)]) == 1
+    assert "is not JSON" in capsys.readouterr().err
 
 
 def test_verify_is_complete_when_all_are_there(

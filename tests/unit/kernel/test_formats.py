@@ -27,7 +27,7 @@ from pk.server.raft.snapshot_id import SnapshotId
 from pk.server.transactions import records
 from pk.sim.disk import SimStorage
 from pk.sparkconnector import offsets
-from pk.tiering import layout
+from pk.tiering import layout, offset_files
 
 Write = Callable[[], Any]
 Read = Callable[[Any], Any]
@@ -84,7 +84,25 @@ def checkpoint(name: str) -> tuple[Write, Read]:
     return lambda: checkpoints.encode(name, ["line"]), lambda raw: checkpoints.decode(name, raw)
 
 
+def process_run(name: str) -> tuple[Write, Read]:
+    run = directory.ProcessRun("boot", 7)
+    return lambda: directory.encode_run(run), lambda raw: directory.decode_run(name, raw)
+
+
+OFFSETS_PATH = offset_files.copy_path("c", 3, offset_files.CopyName(1, 2))
+
+
+def offsets_copy() -> bytes:
+    return offset_files.CopyLines().encode("c", 3, offset_files.CopyName(1, 2), 0)
+
+
+def read_offsets_copy(raw: bytes) -> offset_files.OffsetsCopy:
+    return offset_files.decode(OFFSETS_PATH, raw)
+
+
 WRITERS: dict[str, tuple[Write, Read]] = {
+    "run.json": process_run("run.json"),
+    "clean-shutdown": process_run("clean-shutdown"),
     "pk.json": (pk_json, lambda raw: directory.read_format(stored("pk.json", raw))),
     ".snapshot": (lambda: Producers().snapshot(7), Producers.from_snapshot),
     "control row": (
@@ -112,6 +130,7 @@ WRITERS: dict[str, tuple[Write, Read]] = {
         lambda: layout.COUNTERS_VERSION,
         lambda version: layout.check_version("file:///t", 0, version),
     ),
+    "copy of committed offsets": (offsets_copy, read_offsets_copy),
     "spark checkpoint": (lambda: offsets.to_json({}), offsets.from_json),
     **{
         each.name: checkpoint(each.name)
@@ -170,7 +189,8 @@ def test_a_flipped_version_is_damage(entry: KnownFormat, monkeypatch: pytest.Mon
         other = write()
     at = next(at for at, (a, b) in enumerate(zip(known, other, strict=True)) if a != b)
     damaged = known[:at] + other[at : at + 1] + known[at + 1 :]
-    with pytest.raises((ValueError, errors.CorruptLog, errors.CorruptBatch)):
+    damage = (ValueError, errors.CorruptLog, errors.CorruptBatch, errors.DamagedTierFile)
+    with pytest.raises(damage):
         read(damaged)
 
 

@@ -1,0 +1,64 @@
+"""Transactions whose coordinator is offline, or has too few replicas in sync (rules X1, R1)."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+from real_cluster import until, values
+
+from pk import AdminClient, Producer, errors
+from pk.cli.embedded import EmbeddedCluster
+from pk.client.admin import NewTopic
+
+pytestmark = pytest.mark.integration
+
+WAIT_S = 60.0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("away", ["offline", "below min_insync_replicas"])
+def test_a_commit_without_its_coordinator_has_no_outcome_until_it_returns(
+    tmp_path: Path, away: str
+) -> None:
+    """Two of three nodes are down: the third one coordinates the id, or it does not.
+
+    The call says that it may be repeated.  The repeated call commits the whole transaction.
+    """
+    with EmbeddedCluster(tmp_path, nodes=3) as cluster, contextlib.ExitStack() as stack:
+        admin = stack.enter_context(AdminClient(cluster.address))
+        (made,) = admin.create_topics([NewTopic("t", 3, {"min_insync_replicas": 1}, 3)])
+        assert made.error is None
+        options = {"transactional_id": "id", "max_block_ms": 8_000}
+        producer = stack.enter_context(Producer(cluster.address, **options))
+        until(lambda: _in_service(producer), "no coordinator")
+        producer.begin_transaction()
+        for partition in range(3):
+            producer.send("t", b"open", partition=partition)
+        producer.flush(WAIT_S)
+        (found,) = admin.describe_transactions(["id"])
+        others = [each for each in cluster.nodes if each != found.coordinator_id]
+        down = others if away != "offline" else [found.coordinator_id, others[0]]
+        for each in down:
+            cluster.kill(each)
+        with pytest.raises(errors.RequestTimedOut, match="call commit_transaction again") as raised:
+            producer.commit_transaction()
+        assert raised.value.retriable
+        cluster.start_nodes(down)
+        until(lambda: _commits(producer), "no outcome")
+        until(lambda: values(cluster.address, "t") == [b"open"] * 3, "not whole")
+
+
+def _in_service(producer: Producer) -> bool:
+    with contextlib.suppress(errors.RequestTimedOut):
+        producer.init_transactions()
+        return True
+    return False
+
+
+def _commits(producer: Producer) -> bool:
+    with contextlib.suppress(errors.RequestTimedOut):
+        producer.commit_transaction()
+        return True
+    return False
