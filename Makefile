@@ -27,7 +27,7 @@ PYTEST := $(PY) -m pytest -q --durations=20 --durations-min=15 $(ARGS)
 SPREAD := -n 2 --dist worksteal
 REAL_SPREAD := -n 2 --dist loadfile
 FAST := $(wildcard tests/unit tests/contract tests/property tests/sim tests/soak tests/chaos tests/jepsen)
-REAL := $(wildcard tests/contract tests/integration tests/spark tests/s3 tests/chaos tests/eos tests/groups tests/jepsen tests/spark_exactly_once tests/golden tests/soak)
+REAL := $(wildcard tests/contract tests/integration tests/spark tests/s3 tests/chaos tests/audit tests/eos tests/groups tests/jepsen tests/spark_exactly_once tests/golden tests/soak)
 PLAIN := not s3 and not spark and not chaos and not peer
 PROCESSES := (integration or spark or s3 or chaos) and not peer
 
@@ -119,6 +119,10 @@ groups: $(VENV)/.ready ## two groups of five members: rolling restarts, coordina
 .PHONY: spark-exactly-once
 spark-exactly-once: $(VENV)/.jars ## a streaming query whose driver and tasks are killed at each step of a batch (STORE=file|s3, SEED=); a verdict
 	$(PY) tests/spark_exactly_once/run.py --store $(or $(STORE),file) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+.PHONY: audit
+audit: $(VENV)/.jars ## maintained tables: jobs, tier processes and leaders killed, OPTIMIZE from outside (STORE=file|s3, SEED=); a verdict table
+	$(PY) tests/audit/run.py --store $(or $(STORE),file) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 .PHONY: jepsen
 jepsen: $(VENV)/.ready ## Jepsen's queue workload: sends, polls, transactions under kills, pauses, cut links (SECONDS=, ROUNDS=, SEED=); a verdict table
