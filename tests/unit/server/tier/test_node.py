@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from pk import errors
+from pk import errors, settings
 from pk.log import batch as batches
 from pk.server.broker.node import BrokerNode
+from pk.server.tier.node import owner_settings
 from pk.tiering.table import MemoryTable, Snapshot
 from pk.types import PartitionKey
 from pk.wire import pk_pb2 as wire
@@ -204,6 +205,31 @@ def test_a_tier_that_has_just_started_does_not_say_that_there_is_no_table(
     node.worker.topics.clear()  # as at its start: the broker has told it no partitions yet
     node._session = ("", 0)
     assert said().problem.code == errors.TierUnavailable.code
+
+
+def test_a_description_looks_at_the_table_first(
+    tiered: Cluster, kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rule T3, Readers: an owner's own looks may be minutes apart."""
+    topic_id = tiered.do(tiered.create("flights", **QUICK))
+    tiered.do(produce(tiered, kit, topic_id, 12))
+    partition = partition_of(tiered, topic_id)
+    tiered.world.run_until(lambda: partition.tiered_end == 12)
+    worker, looked = tiered.tier.worker, []
+    look = worker.look
+
+    async def recorded(topic: Any) -> None:
+        looked.append(topic.topic)
+        await look(topic)
+
+    monkeypatch.setattr(worker, "look", recorded)
+    tiered.do(tiered.tier._describe(wire.DescribeTierRequest(topic="flights"), None))
+    assert looked == ["flights"]
+
+
+def test_the_owner_looks_as_rarely_as_its_server_is_set_to() -> None:
+    resolved = settings.SERVER.resolve({"tier_refresh_max_ms": 77_000})
+    assert owner_settings(resolved).refresh_max_ms == 77_000
 
 
 def test_the_tier_dies_and_the_hot_log_goes_on(tiered: Cluster, kit: Any) -> None:
