@@ -144,6 +144,7 @@ SHELLS = {
     "pk.tiering.delta_actions",
     "pk.tiering.delta_checkpoint",
     "pk.tiering.fsspec_store",
+    "pk.tiering.s3_head",
     "pk.tiering.log_sync",
     "pk.tiering.resources",
     "pk.tiering.shell",

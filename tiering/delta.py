@@ -248,7 +248,7 @@ class DeltaLogTable:
         if known is None or self._reopen or known.protocol != TableProtocol():
             return await self._open(partitions)
         looked_ms = self._tables.now_ms()
-        same, data = await asyncio.gather(self._is_known(known), self._commit_of(known.version + 1))
+        same, data = await asyncio.gather(self._is_known(known), self._later(known.version + 1))
         fresh = [each for each in partitions if each not in known.counters]
         if not same or (fresh and data is not None):
             return await self._open(partitions)
@@ -335,6 +335,12 @@ class DeltaLogTable:
 
     async def _commit_of(self, version: int) -> bytes | None:
         return await log_reading.read_commit(self._store, self._path, version)
+
+    async def _later(self, version: int) -> bytes | None:
+        """Returns the JSON of a version that is most likely not there: a HEAD asks first, because
+        it costs less."""
+        there = await self._store.head(f"{self._path}/{layout.commit_file(version)}")
+        return None if there is None else await self._commit_of(version)
 
     async def _head(self, version: int) -> ObjectInfo | None:
         seen = await self._store.head(f"{self._path}/{layout.commit_file(version)}")

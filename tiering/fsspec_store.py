@@ -31,6 +31,7 @@ from pk.backoff import Backoff
 from pk.clock import Clock
 from pk.tiering.objects import Buffer, ObjectInfo, ObjectStore
 from pk.tiering.output_buffer import BLOCK_BYTES
+from pk.tiering.s3_head import S3Heads
 from pk.tiering.store_calls import DELETE, GET, HEAD, LIST, PUT, StoreCalls
 from pk.tiering.store_errors import error_text
 from pk.tiering.store_settings import StoreSettings, check_url
@@ -352,6 +353,7 @@ class S3Store(_Calls):
         super().__init__(settings, clock, calls)
         self._reads = _LoopThread("pk-s3-read", settings.for_s3fs())
         self._uploads = _LoopThread("pk-s3-upload", settings.for_s3fs())
+        self._heads = S3Heads(settings)
 
     def _key(self, path: str) -> str:
         prefix = self._settings.prefix
@@ -423,17 +425,8 @@ class S3Store(_Calls):
         return await self._call(GET, f"reading {path}", lambda: self._reads.run(read))
 
     async def head(self, path: str) -> ObjectInfo | None:
-        fs, bucket = self._reads.fs, self._settings.bucket
-
-        async def look() -> ObjectInfo | None:
-            try:
-                found = await fs._call_s3("head_object", Bucket=bucket, Key=self._key(path))
-            except FileNotFoundError:
-                return None
-            modified = int(found["LastModified"].timestamp() * 1000)
-            return ObjectInfo(path, int(found["ContentLength"]), modified, str(found["ETag"]))
-
-        return await self._call(HEAD, f"looking at {path}", lambda: self._reads.run(look))
+        key = self._key(path)
+        return await self._call(HEAD, f"looking at {path}", lambda: self._heads.head(key, path))
 
     async def list(self, prefix: str) -> list[ObjectInfo]:
         fs, bucket = self._reads.fs, self._settings.bucket
@@ -470,6 +463,7 @@ class S3Store(_Calls):
             pass
 
     async def close(self) -> None:
+        self._heads.close()
         await self._reads.close()
         await self._uploads.close()
 

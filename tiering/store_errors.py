@@ -35,16 +35,18 @@ _MEANINGS: tuple[tuple[tuple[str, ...], str], ...] = (
         "the file system is read-only: give pk write access",
     ),
     (
-        ("permission denied", "access denied", "accessdenied", "forbidden"),
+        ("permission denied", "access denied", "accessdenied", "access_denied", "forbidden"),
         "access is denied: give pk's credentials read and write access",
     ),
     (
-        ("slowdown", "reduce your request rate", "service unavailable"),
+        ("slowdown", "slow_down", "reduce your request rate", "service unavailable",
+         "service_unavailable"),
         "the store asks for fewer requests",
     ),
     (
         ("could not connect to the endpoint", "connection refused", "tcp connect error",
-         "dns error", "failed to lookup address", "error sending request"),
+         "could not connect to server", "could not resolve host", "dns error",
+         "failed to lookup address", "error sending request"),
         "no connection to the store's endpoint: is it running, and is tier_endpoint_url right?",
     ),
 )  # fmt: skip

@@ -1,7 +1,8 @@
-"""Translates the tier's settings for both libraries that access the store (rule T14).
+"""Translates the tier's settings for the libraries that access the store (rule T14).
 
-Data files go through fsspec (`fsspec_store.py`), the Delta log through deltalake (`delta.py`).
-Both must use the same bucket, endpoint, credentials and deadlines.  Only the `for_*` methods return
+Data files go through fsspec (`fsspec_store.py`), HEAD requests through Arrow (`s3_head.py`), the
+Delta log through deltalake (`delta.py`).  All must use the same bucket, endpoint, credentials and
+deadlines.  Only the `for_*` methods return
 secrets; users and `describe_tier` see `public`.
 """
 
@@ -109,6 +110,21 @@ class StoreSettings:
         if self.access_key_id:
             arguments["key"] = self.access_key_id
             arguments["secret"] = self.secret_access_key
+        return arguments
+
+    def for_arrow(self) -> dict[str, Any]:
+        """Returns the arguments of pyarrow.fs.S3FileSystem."""
+        seconds = self.timeout_ms / 1000
+        arguments: dict[str, Any] = {
+            "region": self.region,
+            "connect_timeout": min(seconds, 3.0),
+            "request_timeout": seconds,
+        }
+        if self.endpoint_url:
+            arguments["endpoint_override"] = self.endpoint_url
+        if self.access_key_id:
+            arguments["access_key"] = self.access_key_id
+            arguments["secret_key"] = self.secret_access_key
         return arguments
 
     def public(self) -> dict[str, str]:

@@ -114,7 +114,7 @@ def test_a_table_at_rest_is_asked_for_two_names(
         made = Counter(calls.since(before))
         known_name = f"/_delta_log/{known:020d}.json"
         next_name = f"/_delta_log/{known + 1:020d}.json"
-        assert set(made) == {("HeadObject", known_name), ("GetObject", next_name)}
+        assert set(made) == {("HeadObject", known_name), ("HeadObject", next_name)}
 
     run(server, tmp_path / "log", test, **QUICK)
 

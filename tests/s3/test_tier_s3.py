@@ -126,6 +126,37 @@ def test_wrong_credentials_are_refused_by_name(s3_server: S3Server) -> None:
     asyncio.run(each_refuses(wrong, "check tier_secret_access_key"))
 
 
+def test_a_look_is_refused_by_name(s3_server: S3Server) -> None:
+    """HEAD requests go through another client, and their replies have no body."""
+
+    async def whole() -> None:
+        wrong = chosen(s3_server, tier_secret_access_key="wrong")
+        store = open_store(wrong, SystemClock())
+        try:
+            with pytest.raises(errors.StoreRefused, match="looking at a/b: access is denied"):
+                await store.head("a/b")
+        finally:
+            await store.close()
+
+    asyncio.run(whole())
+
+
+def test_a_look_at_a_dead_store_can_be_tried_again(own_server: S3Server) -> None:
+    async def whole() -> None:
+        store = open_store(chosen(own_server, tier_retry_backoff_ms=20), SystemClock())
+        try:
+            says = "looking at a/b: no connection to the store's endpoint"
+            with pytest.raises(errors.TierUnavailable, match=says):
+                await store.head("a/b")
+            own_server.start()
+            assert await store.head("a/b") is None
+        finally:
+            await store.close()
+            own_server.stop()
+
+    asyncio.run(whole())
+
+
 def test_a_missing_bucket_is_refused_by_name(s3_server: S3Server) -> None:
     missing = chosen(s3_server, tier_url="s3://no-such-bucket/x")
     asyncio.run(each_refuses(missing, "no-such-bucket does not exist"))
