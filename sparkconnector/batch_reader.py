@@ -118,12 +118,14 @@ class PkReader(DataSourceReader):
         start = planner.at(self._source.starting, bounds, "startingOffsets")
         end = planner.at(self._source.ending, bounds, "endingOffsets")
         wanted = self._ranges(planner, bounds, start, end)
-        return [PkPartition(task) for task in planner.tasks(wanted, streaming=False)]
+        return [
+            PkPartition(each) for each in planner.packed(planner.tasks(wanted, streaming=False))
+        ]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         if not isinstance(partition, PkPartition):
             return iter(())  # Spark's own placeholder partition, for a plan without tasks
-        return read(partition.task, self._source, self._columns)
+        return read(partition.tasks, self._source, self._columns)
 
     def _ranges(
         self, planner: Planner, bounds: Sequence[Bounds], start: SourceProgress, end: SourceProgress

@@ -26,7 +26,7 @@ SOURCE_NAMES = (
     "endingTimestamp", "endingOffsetsByTimestamp", "failOnDataLoss", "minPartitions",
     "maxRecordsPerPartition", "maxBytesPerPartition", "maxOffsetsPerTrigger",
     "minOffsetsPerTrigger", "maxTriggerDelay", "maxBytesPerTrigger", "columns", "groupId",
-    "holdRetention",
+    "holdRetention", "packPartitions", "openCostBytes",
 )  # fmt: skip
 SINK_NAMES = ("topic", "truncateTopic", "txnAppId", "txnVersion", "onReplayMismatch")
 BOTH_NAMES = ("includeHeaders", "connectTimeoutMs")

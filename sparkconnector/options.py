@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from pk import errors, limits, settings
+from pk.sparkconnector import packing
 from pk.sparkconnector.option_names import (
     BOTH_NAMES,
     CONNECT_TIMEOUT_MS,
@@ -97,6 +98,8 @@ class Source:
     min_partitions: int = 0
     max_records_per_partition: int = 0
     max_bytes_per_partition: int = 0
+    pack_partitions: bool = True  #: one task of Spark may read several partitions
+    open_cost_bytes: int = packing.OPEN_COST_BYTES  #: of each range, when ranges are packed
     max_offsets: int = 0
     min_offsets: int = 0
     max_bytes: int = 0
@@ -164,6 +167,8 @@ def source(given: Mapping[str, str], *, streaming: bool) -> Source:
         min_partitions=names.number("minPartitions"),
         max_records_per_partition=names.number("maxRecordsPerPartition"),
         max_bytes_per_partition=names.number("maxBytesPerPartition"),
+        pack_partitions=names.flag("packPartitions", True),
+        open_cost_bytes=names.number("openCostBytes") or packing.OPEN_COST_BYTES,
         max_offsets=names.number("maxOffsetsPerTrigger"),
         min_offsets=names.number("minOffsetsPerTrigger"),
         max_bytes=names.number("maxBytesPerTrigger"),

@@ -1,6 +1,8 @@
-"""The unit that Spark sends to an executor: one task of a read."""
+"""The unit that Spark sends to an executor: what one task of Spark reads."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from pyspark.sql.datasource import InputPartition
 
@@ -8,12 +10,16 @@ from pk.sparkconnector.planner import Task
 
 
 class PkPartition(InputPartition):
-    """An input partition of Spark that carries one `Task`."""
+    """An input partition of Spark that carries one or several `Task`s, read one after the other."""
 
-    def __init__(self, task: Task) -> None:
-        self.task = task
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self.tasks = tuple(tasks)
 
     def __repr__(self) -> str:
-        one = self.task.range
-        where = "tier" if self.task.cold is not None else "log"
-        return f"{one.topic}-{one.partition} [{one.start}, {one.end}) of the {where}"
+        return "; ".join(map(_words, self.tasks))
+
+
+def _words(task: Task) -> str:
+    one = task.range
+    where = "tier" if task.cold is not None else "log"
+    return f"{one.topic}-{one.partition} [{one.start}, {one.end}) of the {where}"

@@ -7,10 +7,14 @@ The planner cuts a range at the end of the topic's Delta table.  Executors read 
 that end, from the table's files, and the hot part from the broker.  A stream that keeps up reads
 from the broker only: for a few records that were tiered a moment ago, reading a table version and a
 file footer would cost more than the fetch.
+
+A task of Spark reads several of these tasks, one after the other, if they are small
+(sparkconnector/packing).
 """
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import warnings
@@ -19,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pk import errors
-from pk.sparkconnector import offsets, ranges
+from pk.sparkconnector import offsets, packing, ranges
 from pk.sparkconnector.offsets import Bounds, Loss, Range, SourceProgress
 from pk.sparkconnector.options import Column, OffsetRangeLimit, Source
 
@@ -175,6 +179,31 @@ class Planner:
                 tasks.append(Task(hot, source.read_committed))
         return tasks
 
+    def packed(self, tasks: Sequence[Task]) -> list[tuple[Task, ...]]:
+        """Return what each task of Spark reads.  Asks the leaders for the bytes of hot ranges."""
+        source, cores = self.source, os.cpu_count() or 1
+        least = source.min_partitions
+        if not source.pack_partitions or len(tasks) <= max(cores, least):
+            return [(task,) for task in tasks]
+        hot = [task.range for task in tasks if task.cold is None]
+        curves = iter(self.cluster.curves(hot, 2) if hot else [])
+        sizes = []
+        for task in tasks:
+            if task.cold is not None:
+                size = sum(file.size for file in task.cold.files)
+            else:
+                size = _last_bytes(task.range, *next(curves))
+            sizes.append(packing.Size(task.range.size, size))
+        groups = packing.pack(
+            sizes,
+            cores=cores,
+            least=least,
+            open_cost=source.open_cost_bytes,
+            max_records=source.max_records_per_partition,
+            max_bytes=source.max_bytes_per_partition,
+        )
+        return [tuple(tasks[at] for at in group) for group in groups]
+
     def _left(
         self, wanted: Sequence[Range], tables: Mapping[tuple[str, int], _Table]
     ) -> list[Range]:
@@ -256,14 +285,31 @@ class Planner:
 # ----------------------------------------------------------------------------
 
 
-def read(task: Task, source: Source, columns: Sequence[Column]) -> Iterator[pa.RecordBatch]:
-    """Return the rows of a task in offset order, with the given `columns`."""
+def read(
+    tasks: Sequence[Task], source: Source, columns: Sequence[Column]
+) -> Iterator[pa.RecordBatch]:
+    """Return the rows of the tasks, one after the other, each in offset order, with the given
+    `columns`.  Raises typed errors that name the range.
+    """
     from pk.sparkconnector import rows, worker
 
     worker.begin_task()
-    shape = rows.Shape(columns, task.range.topic, task.range.partition)
+    return rows.right_sized(row for task in tasks for row in _named(task, source, columns))
+
+
+def _named(task: Task, source: Source, columns: Sequence[Column]) -> Iterator[pa.RecordBatch]:
+    from pk.sparkconnector import rows
+
+    one = task.range
+    shape = rows.Shape(columns, one.topic, one.partition)
     found = _cold(task, source, shape) if task.cold is not None else _hot(task, source, shape)
-    return rows.right_sized(found)
+    try:
+        yield from found
+    except errors.PkError as cause:
+        name = f"{one.topic}-{one.partition}"
+        if name in cause.message:
+            raise
+        raise type(cause)(f"{name}: {cause.message}", **cause.details) from cause
 
 
 def _cold(task: Task, source: Source, shape: Any) -> Iterator[pa.RecordBatch]:
@@ -327,6 +373,11 @@ def _hot(task: Task, source: Source, shape: Any) -> Iterator[pa.RecordBatch]:
             if doubted == rest.start:
                 raise
             doubted = rest.start
+
+
+def _last_bytes(one: Range, xs: Sequence[int], ys: Sequence[int]) -> int:
+    """Return the bytes of a range by its samples; without samples one byte a record."""
+    return ranges.curve(xs, ys, one).cumulative[-1] if len(xs) > 1 else one.size
 
 
 def _first_left(client: ClusterClient, one: Range) -> int:

@@ -118,12 +118,13 @@ class PkStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             return []
         wanted, losses = offsets.between(begin, stop, self._planner.bounds())
         self._planner.settle(losses)
-        return [PkPartition(task) for task in self._planner.tasks(wanted, streaming=True)]
+        planner = self._planner
+        return [PkPartition(each) for each in planner.packed(planner.tasks(wanted, streaming=True))]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         if not isinstance(partition, PkPartition):
             return iter(())
-        return read(partition.task, self._source, self._columns)
+        return read(partition.tasks, self._source, self._columns)
 
     def commit(self, end: dict[str, Any]) -> None:
         """Do nothing: Spark's checkpoint holds the progress.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 from pyspark.errors import PySparkException
@@ -64,6 +65,20 @@ def test_what_spark_sees_is_what_a_consumer_sees(cluster, load):
     assert load(topic, minPartitions="8").rdd.getNumPartitions() == 8
 
 
+def test_small_partitions_share_tasks(spark, cluster, load):
+    """Tasks are counted: a task costs 27 ms, however little it reads."""
+    topic = cluster.topic(partitions=24, tier_enable=False)
+    cluster.fill_values(topic, [b"%d" % number for number in range(240)])
+    cores = os.cpu_count() or 1
+    packed = load(topic, includeHeaders="true")
+    single = load(topic, includeHeaders="true", packPartitions="false")
+    assert packed.rdd.getNumPartitions() <= cores
+    assert single.rdd.getNumPartitions() == 24
+    found = sorted(int(row.value) for row in packed.select("value").collect())
+    assert found == list(range(240))
+    assert as_consumed(packed) == as_consumed(single)
+
+
 def test_a_schema_of_ones_own_names_any_columns(spark, cluster):
     topic = cluster.topic(tier_enable=False)
     cluster.fill(topic, 10)
@@ -107,7 +122,8 @@ def test_cold_and_hot_are_one_log(spark, cluster, load):
     plan = PkReader(
         options.source(given, streaming=False), options.columns_of(["offset"])
     ).partitions()
-    assert {task.task.cold is not None for task in plan} == {True, False}, "cold and hot tasks"
+    tasks = [task for each in plan for task in each.tasks]
+    assert {task.cold is not None for task in tasks} == {True, False}, "cold and hot tasks"
 
     from pk.sparkconnector import read_topic
 

@@ -36,7 +36,9 @@ def reader(broker, **given) -> PkReader:
 
 def planned(one: PkReader) -> list[tuple[int, int, int]]:
     return [
-        (t.task.range.partition, t.task.range.start, t.task.range.end) for t in one.partitions()
+        (t.range.partition, t.range.start, t.range.end)
+        for each in one.partitions()
+        for t in each.tasks
     ]
 
 
@@ -53,6 +55,72 @@ def test_everything(filled):
     assert planned(one) == [(0, 0, 100), (1, 0, 100), (2, 0, 100)]
     rows = [o for task in one.partitions() for b in one.read(task) for o in b.column(0).to_pylist()]
     assert sorted(rows) == sorted([*range(100)] * 3)
+
+
+@pytest.fixture
+def narrow(broker, monkeypatch):
+    """24 partitions of 10 records, planned on a driver with two cores."""
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    broker.logs = broker.create("t", 24)
+    for log in broker.logs:
+        log.append(columns.encode_lists([b"v"] * 10, default_timestamp=log.end * 1000))
+    return broker
+
+
+def test_small_partitions_share_a_task_for_each_core(narrow):
+    one = reader(narrow)
+    assert planned(one) == [(partition, 0, 10) for partition in range(24)]
+    tasks = one.partitions()
+    assert [len(task.tasks) for task in tasks] == [12, 12]
+    rows = [o for task in tasks for b in one.read(task) for o in b.column(0).to_pylist()]
+    assert rows == [*range(10)] * 24
+    assert repr(tasks[0]).startswith("t-0 [0, 10) of the log; t-1 [0, 10) of the log; ")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"packPartitions": "false"}, 24),
+        ({"minPartitions": "7"}, 7),
+        ({"minPartitions": "48"}, 48),
+        ({"maxRecordsPerPartition": "60"}, 4),
+        ({"maxRecordsPerPartition": "5"}, 48),
+    ],
+)
+def test_options_that_bound_what_a_task_reads(narrow, given, expected):
+    one = reader(narrow, **given)
+    assert len(one.partitions()) == expected
+    rows = [o for task in one.partitions() for b in one.read(task) for o in b.column(0).to_pylist()]
+    assert rows == [*range(10)] * 24
+
+
+@pytest.mark.parametrize(
+    ("cause", "raised"),
+    [
+        (errors.InvalidRequest("no"), errors.InvalidRequest),
+        (errors.OffsetOutOfRange("no"), errors.DataLoss),
+    ],
+)
+def test_a_range_that_fails_is_named(narrow, cause, raised):
+    fifth = narrow.logs[5]
+    narrow.on_fetch = lambda log, offset: cause if log is fifth else None
+    one = reader(narrow)
+    (task, _) = one.partitions()
+    with pytest.raises(raised, match="t-5"):
+        list(one.read(task))
+
+
+def test_a_lost_range_takes_no_other_with_it(narrow, monkeypatch):
+    told = []
+    monkeypatch.setattr("pk.sparkconnector.planner.warn", told.append)
+    fifth, lost = narrow.logs[5], errors.OffsetOutOfRange("no")
+    narrow.on_fetch = lambda log, offset: lost if log is fifth else None
+    one = reader(narrow, failOnDataLoss="false")
+    (task, _) = one.partitions()
+    rows = [o for batch in one.read(task) for o in batch.column(0).to_pylist()]
+    assert rows == [*range(10)] * 11
+    assert len(told) == 1
+    assert told[0].startswith("t-5 [0, 10) is gone")
 
 
 def test_planning_of_a_hot_range_does_not_load_what_reads_tables(filled, monkeypatch):

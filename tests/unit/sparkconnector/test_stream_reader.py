@@ -282,7 +282,8 @@ def test_tasks_are_split(broker):
         "t-0 [0, 30) of the log", "t-0 [30, 60) of the log", "t-0 [60, 90) of the log",
         "t-1 [0, 10) of the log",
     ]  # fmt: skip
-    one = reader(broker, maxBytesPerPartition=str(4 * len(log.stored[0])))
+    most = str(4 * len(log.stored[0]))
+    one = reader(broker, maxBytesPerPartition=most, packPartitions="false")
     tasks = one.partitions(start, step(one, start))
     assert sum(len(list(batches.iter_headers(raw))) for raw in log.stored) == 9
     assert len(tasks) == 4
