@@ -468,6 +468,8 @@ class TierNode:
             "tier_store_calls", "requests to the object store since the start", ("operation",)
         )
         counted: dict[str, int] = {}
+        for operation in self._calls.made:
+            calls.labels(operation)  # an operation without requests shows 0
         while True:
             await self.world.clock.sleep_ms(METRICS_TICK_MS)
             for operation, made in self._calls.made.items():

@@ -137,8 +137,8 @@ class Node:
 
     def metric(self, name: str) -> float:
         text = urllib.request.urlopen(f"http://{self.metrics}/metrics", timeout=10).read().decode()
-        (line,) = [each for each in text.splitlines() if each.startswith(f"{name} ")]
-        return float(line.split()[-1])
+        lines = [each for each in text.splitlines() if each.startswith(f"{name} ")]
+        return sum(float(line.split()[-1]) for line in lines)  # 0 while the process starts
 
     def described(self) -> dict[str, Any]:
         """Return `pk tier describe`, as a user gets it."""
