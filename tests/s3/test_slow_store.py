@@ -175,7 +175,7 @@ def test_a_slow_and_then_silent_store_holds_up_nothing_but_the_tier(
         admin.create_topic(TOPIC, PARTITIONS, TOPIC_SETTINGS)
         node.produce(producer, 500)
         until(lambda: min(node.check_local_drops().values()) > 0, node)
-        put = 'pk_tier_store_calls_total{operation="put"}'
+        put = 'pk_tier_store_calls_total{role="tier",operation="put"}'
         until(lambda: node.metric(put) >= PARTITIONS, node)  # at least each partition's first file
 
         proxy.resume(delay_s=1.0)  # slow: a commit is many requests, one after the other
