@@ -164,11 +164,7 @@ def source(given: Mapping[str, str], *, streaming: bool) -> Source:
         include_headers=names.flag("includeHeaders", False),
         columns=_columns(names),
         read_committed=isolation == "read_committed",
-        min_partitions=names.number("minPartitions"),
-        max_records_per_partition=names.number("maxRecordsPerPartition"),
-        max_bytes_per_partition=names.number("maxBytesPerPartition"),
-        pack_partitions=names.flag("packPartitions", True),
-        open_cost_bytes=names.number("openCostBytes") or packing.OPEN_COST_BYTES,
+        **_tasks(names),
         max_offsets=names.number("maxOffsetsPerTrigger"),
         min_offsets=names.number("minOffsetsPerTrigger"),
         max_bytes=names.number("maxBytesPerTrigger"),
@@ -183,6 +179,17 @@ def source(given: Mapping[str, str], *, streaming: bool) -> Source:
     )
     _check_source(read, names)
     return read
+
+
+def _tasks(names: OptionNames) -> dict[str, Any]:
+    """Return the options that say what one task reads."""
+    return {
+        "min_partitions": names.number("minPartitions"),
+        "max_records_per_partition": names.number("maxRecordsPerPartition"),
+        "max_bytes_per_partition": names.number("maxBytesPerPartition"),
+        "pack_partitions": names.flag("packPartitions", True),
+        "open_cost_bytes": names.number("openCostBytes") or packing.OPEN_COST_BYTES,
+    }
 
 
 def _group_id(names: OptionNames) -> str:

@@ -79,6 +79,8 @@ def test_subscriptions(given, topics, pattern, assigned):
         ({"subscribe": "t", "minPartitions": "0"}, "a whole number greater than 0"),
         ({"subscribe": "t", "maxRecordsPerPartition": "many"}, "maxRecordsPerPartition"),
         ({"subscribe": "t", "failOnDataLoss": "maybe"}, "failOnDataLoss is true or false"),
+        ({"subscribe": "t", "packPartitions": "2"}, "packPartitions is true or false"),
+        ({"subscribe": "t", "openCostBytes": "0"}, "openCostBytes is a whole number greater than"),
         ({"subscribe": "t", "pk.isolation.level": "chaos"}, "isolation.level is one of"),
         ({"subscribe": "t", "startingOffsetsByTimestampStrategy": "guess"}, "one of error, latest"),
         ({"subscribe": "t", "columns": "key,valeu"}, "did you mean value"),

@@ -1,4 +1,4 @@
-"""The groups of ranges that one task reads: sparkconnector/packing N1 to N3."""
+"""The groups of ranges that a task reads (sparkconnector/packing N1, N2, N3)."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def test_each_range_is_read_once_in_order_and_within_the_bounds(
         max_records=max_records,
         max_bytes=max_bytes,
     )
-    assert [at for group in groups for at in group] == list(range(len(sizes)))  # N1
+    assert [at for group in groups for at in group] == list(range(len(sizes)))
     assert all(groups)
-    assert len(groups) >= min(least, len(sizes))  # N3
-    for group in groups:  # N2
+    assert len(groups) >= min(least, len(sizes))
+    for group in groups:
         if len(group) == 1:
             continue
         held = [sizes[at] for at in group]
