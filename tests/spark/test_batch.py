@@ -66,14 +66,23 @@ def test_what_spark_sees_is_what_a_consumer_sees(cluster, load):
 
 
 def test_small_partitions_share_tasks(spark, cluster, load):
-    """Tasks are counted: a task costs 27 ms, however little it reads."""
-    topic = cluster.topic(partitions=24, tier_enable=False)
-    cluster.fill_values(topic, [b"%d" % number for number in range(240)])
+    """Tasks are counted: a task costs 27 ms, however little it reads.  Files and hot ranges share
+    tasks, too.
+    """
+    topic = cluster.topic(partitions=24, tier_max_lag_ms=200)
+    cluster.fill_values(topic, [b"%d" % number for number in range(120)])
+
+    def tiered() -> int:
+        return sum(max(0, p.end) for p in cluster.admin.describe_tier(topic).partitions)
+
+    cluster.wait("the records are tiered", lambda: tiered() == 120)
+    cluster.admin.alter_configs(topic, {"tier_max_lag_ms": 3_600_000})
+    cluster.fill_values(topic, [b"%d" % number for number in range(120, 240)])
     cores = os.cpu_count() or 1
     packed = load(topic, includeHeaders="true")
     single = load(topic, includeHeaders="true", packPartitions="false")
     assert packed.rdd.getNumPartitions() <= cores
-    assert single.rdd.getNumPartitions() == 24
+    assert single.rdd.getNumPartitions() == 48, "files and hot ranges"
     found = sorted(int(row.value) for row in packed.select("value").collect())
     assert found == list(range(240))
     assert as_consumed(packed) == as_consumed(single)

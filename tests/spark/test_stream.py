@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 
 import pytest
@@ -49,6 +50,25 @@ def test_available_now_ends_although_records_keep_coming(
     ends = cluster.admin.offsets(topic)
     expected = sorted((place.partition, o) for place, end in ends.items() for o in range(end))
     assert seen(tmp_path / "out") == expected
+
+
+def test_a_trigger_over_many_small_partitions_has_few_tasks(spark, cluster, tmp_path):
+    topic = cluster.topic(24, tier_enable=False)
+    cluster.fill_values(topic, [b"%d" % number for number in range(240)])
+    tasks: list[int] = []
+    values: list[int] = []
+
+    def take(rows, _batch) -> None:
+        tasks.append(rows.rdd.getNumPartitions())
+        values.extend(int(row.value) for row in rows.select("value").collect())
+
+    for pack in ("true", "false"):
+        frame = stream(spark, cluster, topic, packPartitions=pack)
+        writer = frame.writeStream.foreachBatch(take).trigger(availableNow=True)
+        writer.option("checkpointLocation", str(tmp_path / pack)).start().awaitTermination()
+    assert sorted(values) == sorted([*range(240)] * 2)
+    assert tasks[0] <= (os.cpu_count() or 1)
+    assert tasks[-1] == 24
 
 
 def test_a_batch_that_was_not_committed_is_read_again_alike(
