@@ -186,7 +186,10 @@ class Planner:
         if not source.pack_partitions or len(tasks) <= max(cores, least):
             return [(task,) for task in tasks]
         hot = [task.range for task in tasks if task.cold is None]
-        curves = iter(self.cluster.curves(hot, 2) if hot else [])
+        try:
+            curves = iter(self.cluster.curves(hot, 2) if hot else [])
+        except errors.UnknownTopicId:  # deleted meanwhile: its task reports the loss
+            curves = iter([([], [])] * len(hot))
         sizes = []
         for task in tasks:
             if task.cold is not None:

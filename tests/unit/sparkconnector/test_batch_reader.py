@@ -110,6 +110,14 @@ def test_a_range_that_fails_is_named(narrow, cause, raised):
         list(one.read(task))
 
 
+def test_a_topic_that_is_deleted_while_ranges_are_packed_is_left_to_its_tasks(narrow, monkeypatch):
+    def gone(*_):
+        raise errors.UnknownTopicId("deleted")
+
+    monkeypatch.setattr("pk.sparkconnector.connection.ClusterClient.curves", gone)
+    assert [len(task.tasks) for task in reader(narrow).partitions()] == [12, 12]
+
+
 def test_a_lost_range_takes_no_other_with_it(narrow, monkeypatch):
     told = []
     monkeypatch.setattr("pk.sparkconnector.planner.warn", told.append)
