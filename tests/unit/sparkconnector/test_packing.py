@@ -62,3 +62,10 @@ def test_the_opening_cost_decides_what_a_small_range_weighs(open_cost: int, task
     groups = pack(sizes, cores=2, open_cost=open_cost)
     assert len(groups) == tasks
     assert len(groups[0]) == (1 if open_cost == 1 else 5)
+
+
+def test_one_range_that_outweighs_all_others_leaves_as_many_groups_as_asked_for() -> None:
+    sizes = [Size(1, 20 * MIB)] + [Size(1, 10)] * 20
+    groups = pack(sizes, cores=2, least=10, open_cost=1)
+    assert len(groups) == 10
+    assert [at for group in groups for at in group] == list(range(21))
