@@ -42,8 +42,8 @@ def pack(
 ) -> list[range]:
     """Return groups of adjacent ranges, as indexes: about one of equal cost for each core.
 
-    cores: tasks that run at the same time.  least: see N3.  max_records, max_bytes: of a group;
-    0 = not bounded.
+    cores: tasks that run at the same time.  least: the least number of groups.  open_cost: bytes,
+    at least 1.  max_records, max_bytes: of a group; 0 = not bounded.
     """
     wanted = max(1, cores, least)
     if len(sizes) <= wanted:
@@ -56,7 +56,7 @@ def pack(
     for at, size in enumerate(sizes):
         cost = size.bytes + open_cost
         # the group in which the middle of the range lies, if the whole line has `wanted` equal ones
-        mine = (2 * below + cost) * wanted // (2 * total) if total else 0
+        mine = (2 * below + cost) * wanted // (2 * total)
         after = Size(held.records + size.records, held.bytes + size.bytes)
         full = after.bytes > most_bytes or (max_records and after.records > max_records)
         if at > start and (mine != share or full):

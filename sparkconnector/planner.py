@@ -8,8 +8,8 @@ that end, from the table's files, and the hot part from the broker.  A stream th
 from the broker only: for a few records that were tiered a moment ago, reading a table version and a
 file footer would cost more than the fetch.
 
-A task of Spark reads several of these tasks, one after the other, if they are small
-(sparkconnector/packing).
+Each piece is a `Task`.  If the pieces are small, one task of Spark reads several of them, one after
+the other (sparkconnector/packing).
 """
 
 from __future__ import annotations

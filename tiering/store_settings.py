@@ -2,8 +2,7 @@
 
 Data files go through fsspec (`fsspec_store.py`), HEAD requests through Arrow (`s3_head.py`), the
 Delta log through deltalake (`delta.py`).  All must use the same bucket, endpoint, credentials and
-deadlines.  Only the `for_*` methods return
-secrets; users and `describe_tier` see `public`.
+deadlines.  Only the `for_*` methods return secrets; users and `describe_tier` see `public`.
 """
 
 from __future__ import annotations
