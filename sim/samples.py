@@ -46,8 +46,8 @@ from pk.types import NONE, NodeId, PartitionKey
 READ_BYTES = 1 << 22
 
 #: A change of any of these needs a sample: leader and replica machines, HW, log end, log start,
-#: segments.
-_Signature = tuple[Any, Any, int, int, int, Any]
+#: segments, segments that a swap replaces.
+_Signature = tuple[Any, Any, int, int, int, Any, Any]
 
 
 class Observer:
@@ -298,23 +298,23 @@ class Observer:
         sim_node = machine.sim_node(BROKER)
         assert sim_node is not None
         life, partitions = sim_node.incarnation, node.core.partitions
-        seen: dict[PartitionKey, _Signature] = {}
+        seen: dict[Partition, _Signature] = {}
 
         core, used = node.core, NONE
 
         def after() -> None:
-            nonlocal used
+            nonlocal used, seen
             link = core.lifecycle
             if link.broker_epoch != used:
                 used = link.broker_epoch
                 committed = self._registrations.get(used) == machine.node_id
                 words = "{}: epoch {} is not committed"
                 require(committed, "V15", words, machine.name, used)
-            # runs after every event: no calls, no new objects
-            for key, partition in partitions.items():
+            # Runs after every event: no new objects, no properties, and partitions by identity.
+            for partition in partitions.values():
                 local, leader = partition.log._local, partition.leader
                 known = partition._leader_watermark if leader is None else leader.high_watermark
-                last = seen.get(key)
+                last = seen.get(partition)
                 if (
                     last is None
                     or last[0] is not leader
@@ -322,17 +322,21 @@ class Observer:
                     or last[2] != known
                     or last[3] != local.written_end
                     or last[4] != local.log_start
-                    or last[5] is not local.segments
+                    or last[5] is not local._segments
+                    or last[6] is not local.swapped
                 ):
                     log = partition.log
                     self._count_cuts(last, log)
-                    seen[key] = (
+                    if len(seen) > 2 * len(partitions):  # most of them are closed
+                        seen = {each: seen[each] for each in partitions.values() if each in seen}
+                    seen[partition] = (
                         leader,
                         partition.replica,
                         known,
                         log.written_end,
                         log.log_start,
-                        log._local.segments,
+                        local._segments,
+                        local.swapped,
                     )
                     self._check_state(core, partition)
                     self._look(machine.node_id, life, partition)
