@@ -56,6 +56,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: scope_of(item.nodeid) not in long)
 
 
+class FailuresAtOnce:
+    """Tells of a failure when it happens.
+
+    A run of half an hour tells of it early, and one that an internal error ends tells of it at all:
+    pytest then prints no summary.
+    """
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal = self.config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and terminal is not None:
+            told = report.longreprtext.strip().rpartition("\n")[2]
+            terminal.write_line(f"\nFAILED {report.nodeid} ({report.when}): {told}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # a worker of xdist reports to the process that prints
+        config.pluginmanager.register(FailuresAtOnce(config))
+
+
 def scope_of(nodeid: str) -> str:
     """Return what runs in one worker: a file, or everything that starts a JVM."""
     return "JVM" if nodeid.startswith(JVM) else nodeid.partition("::")[0]
