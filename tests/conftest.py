@@ -57,10 +57,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class FailuresAtOnce:
-    """Tells of a failure when it happens.
+    """Prints a failure when it happens.
 
-    A run of half an hour tells of it early, and one that an internal error ends tells of it at all:
-    pytest then prints no summary.
+    After an internal error pytest prints no summary; these lines then name what had failed.
     """
 
     def __init__(self, config: pytest.Config) -> None:
