@@ -348,6 +348,27 @@ _SPARK = (
         records_least=2_000_000,
     ),
     Case(
+        name="spark_narrow",
+        what="A topic of 4, 100 and 1,000 partitions with 20 records each: the time of the "
+        "micro-batch that streams it to the noop sink (triggerExecution), and of a batch query "
+        "that counts it, with local[2]",
+        against=_CONNECTOR,
+        plan="spark_narrow",
+        pk_modes=("plain",),
+        peer_modes=("kafka",),
+        variants=(
+            Variant("trigger, 4", unit="s", less_is_better=True),
+            Variant("count, 4", unit="s", less_is_better=True),
+            Variant("trigger, 100", unit="s", less_is_better=True, most=0.45),
+            Variant("count, 100", unit="s", less_is_better=True, most=0.45),
+            Variant("trigger, 1000", unit="s", less_is_better=True, most=1.0),
+            Variant("count, 1000", unit="s", less_is_better=True, most=1.0),
+        ),
+        records=0,
+        peer_records=0,
+        joint=True,
+    ),
+    Case(
         name="spark_stream_group",
         what="Spark streams the hot log with AvailableNow to the noop sink in 24 "
         "micro-batches, with groupId: what it costs to publish the progress as the offsets of a "

@@ -13,6 +13,7 @@ from urllib.parse import unquote, urlsplit
 from bench import processes, runs, small_client
 from bench.runs import Sample
 from bench.sides import PARTITIONS, PROBE_TOPIC, SideFailed
+from bench.values import VALUE_BYTES
 
 WARM_UP = 1_000_000
 START_TIMEOUT_S = 60
@@ -181,6 +182,18 @@ class PkSide:
             more += ["--batch-bytes", str(batch_bytes)]
         warm_up = 0 if mode == "random" else WARM_UP
         return self._client(mode, topic, records, *more, warm_up=warm_up)
+
+    def fill_evenly(self, topic: str, partitions: int, each: int) -> None:
+        from pk import Producer
+
+        with Producer(self.address, acks="all") as producer:
+            sent = [
+                producer.send(topic, bytes(VALUE_BYTES), partition=number)
+                for number in range(partitions)
+                for _ in range(each)
+            ]
+            for future in sent:
+                future.result(timeout=60)
 
     def latency(self, topic: str, records: int) -> Sample:
         return self._client("latency", topic, records, warm_up=1_000)

@@ -80,6 +80,10 @@ class Side(Party, Protocol):
         batch_bytes: int | None = None,
     ) -> Sample: ...
 
+    def fill_evenly(self, topic: str, partitions: int, each: int) -> None:
+        """Produce `each` records of 100 bytes to every partition; untimed."""
+        ...
+
     def consume(
         self,
         topic: str,

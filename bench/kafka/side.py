@@ -209,6 +209,15 @@ class KafkaSide:
         warm_up = 0 if mode == "fill" else WARM_UP
         return runs.watch(command, ProducerReader(records, warm_up), self.pids())
 
+    def fill_evenly(self, topic: str, partitions: int, each: int) -> None:
+        settings = {"bootstrap.servers": self.broker.address, "acks": "all", "log_level": 0}
+        producer = Producer(settings)
+        for number in range(partitions):
+            for _ in range(each):
+                producer.produce(topic, bytes(VALUE_BYTES), partition=number)
+        if left := producer.flush(60):
+            raise SideFailed(f"{left} records were not stored in 60 s")
+
     def _producer(
         self, topic: str, values: Path, records: int, rate: int, more: Mapping[str, str]
     ) -> list[str]:

@@ -35,6 +35,7 @@ HOMES = {
     "spark_read": ("spark", "HotRead"),
     "spark_stream": ("spark", "HotStream"),
     "spark_stream_own": ("spark", "StreamOwn"),
+    "spark_narrow": ("spark", "Narrow"),
     "spark_sink": ("spark", "Sink"),
     "spark_sink_own": ("spark", "SinkOwn"),
     "spark_cold": ("spark", "ColdRead"),

@@ -7,6 +7,7 @@ beside them.  Kafka's connector gets the tuned settings of Kafka's clients (kafk
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from bench.kafka.broker import properties
@@ -20,6 +21,9 @@ from bench.spark.worker import SparkSession
 _SOURCE_FILES = 4
 #: Micro-batches of `spark_stream_group`: each publishes the progress once.
 GROUP_BATCHES = 24
+#: Partitions of the topics of `spark_narrow`, and the records of each partition.
+NARROW_PARTITIONS = (4, 100, 1000)
+NARROW_RECORDS = 20
 #: What is tiered waits for nothing.
 _TIERED = {"tier_max_lag_ms": "1000"}
 
@@ -104,6 +108,41 @@ class StreamOwn(HotStream):
         if mode == "group":
             where["options"]["groupId"] = self.bench.fresh("bench-progress")
         return self.timed(role, mode, do="stream", folder=str(self.bench.folder), **where)
+
+
+class Narrow(_Sessions):
+    """Topics of many partitions with few rows: what a partition costs, whatever it holds."""
+
+    def prepare(self) -> None:
+        self._topics: dict[tuple[str, int], str] = {}
+        for role in ("pk", "peer"):
+            side = self.side(role)
+            self.bench.wake(side)
+            for partitions in NARROW_PARTITIONS:
+                topic = self.bench.fresh(f"narrow-{partitions}")
+                side.create_topic(topic, partitions=partitions)
+                side.fill_evenly(topic, partitions, NARROW_RECORDS)
+                self._topics[role, partitions] = topic
+
+    def round(self, role: str, mode: str) -> Sample:
+        parts: dict[str, Sample] = {}
+        for partitions in NARROW_PARTITIONS:
+            self.counts = {role: partitions * NARROW_RECORDS}
+            where = source(self.side(role), role, self._topics[role, partitions], mode)
+            name = f"{mode}, {partitions}"
+            streamed = self.timed(
+                role, f"stream {name}", do="stream", folder=str(self.bench.folder), **where
+            )
+            read = self.timed(role, f"read {name}", do="read", **where)
+            trigger = streamed.figures["trigger_s"]
+            parts[f"trigger, {partitions}"] = replace(streamed, value=trigger)
+            parts[f"count, {partitions}"] = replace(read, value=read.figures["seconds"])
+        return replace(next(iter(parts.values())), parts=parts)
+
+    def close(self) -> None:
+        for (role, _), topic in self._topics.items():
+            self.bench.wake(self.side(role))
+            self.side(role).delete_topic(topic)
 
 
 class Sink(_Sessions):

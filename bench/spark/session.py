@@ -85,7 +85,9 @@ def stream(spark: Any, given: dict[str, Any]) -> dict[str, float]:
     elapsed = time.perf_counter() - begin
     rows = sum(each["numInputRows"] for each in query.recentProgress)
     shutil.rmtree(checkpoint, ignore_errors=True)
-    return {"rows": rows, "seconds": elapsed}
+    batches = [each for each in query.recentProgress if each["numInputRows"]]
+    trigger_ms = sum(each["durationMs"]["triggerExecution"] for each in batches)
+    return {"rows": rows, "seconds": elapsed, "trigger_s": trigger_ms / 1000 / len(batches)}
 
 
 def write(spark: Any, given: dict[str, Any]) -> dict[str, float]:

@@ -99,7 +99,11 @@ class SparkSession:
             server_cpu_s=spent[2],
             client_peak_mb=processes.peak_rss_mb(self.pids()),
             server_peak_mb=processes.peak_rss_mb(server),
-            figures={"seconds": reply["seconds"], "CPU s of the JVM alone": spent[1]},
+            figures={
+                "seconds": reply["seconds"],
+                "CPU s of the JVM alone": spent[1],
+                **({"trigger_s": reply["trigger_s"]} if "trigger_s" in reply else {}),
+            },
         )
 
     def _cpu_s(self, server: list[int]) -> tuple[float, float, float]:
