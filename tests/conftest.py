@@ -59,18 +59,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 class FailuresAtOnce:
     """Prints a failure when it happens.
 
-    After an internal error pytest prints no summary; these lines then name what had failed.
+    After an internal error pytest prints no summary.  Then its last lines name what had failed, and
+    the error.
     """
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
+        self.told: list[str] = []
+        self.broken = False
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         terminal = self.config.pluginmanager.get_plugin("terminalreporter")
         if report.failed and terminal is not None:
-            told = report.longreprtext.strip().rpartition("\n")[2]
-            terminal.write_line(f"\nFAILED {report.nodeid} ({report.when}): {told}")
+            last = report.longreprtext.strip().rpartition("\n")[2]
+            self.told.append(f"FAILED {report.nodeid} ({report.when}): {last}")
+            terminal.write_line(f"\n{self.told[-1]}")
+
+    def pytest_internalerror(self, excrepr: object) -> None:
+        self.broken = True
+        self.told += [f"internal error: {line}" for line in str(excrepr).splitlines()[-12:]]
+
+    def pytest_unconfigure(self) -> None:
+        for line in self.told[-30:] if self.broken else ():
+            print(line[:200])
 
 
 def pytest_configure(config: pytest.Config) -> None:
