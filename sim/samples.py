@@ -298,23 +298,23 @@ class Observer:
         sim_node = machine.sim_node(BROKER)
         assert sim_node is not None
         life, partitions = sim_node.incarnation, node.core.partitions
-        seen: dict[Partition, _Signature] = {}
+        seen: dict[PartitionKey, _Signature] = {}
 
         core, used = node.core, NONE
 
         def after() -> None:
-            nonlocal used, seen
+            nonlocal used
             link = core.lifecycle
             if link.broker_epoch != used:
                 used = link.broker_epoch
                 committed = self._registrations.get(used) == machine.node_id
                 words = "{}: epoch {} is not committed"
                 require(committed, "V15", words, machine.name, used)
-            # Runs after every event: no new objects, no properties, and partitions by identity.
-            for partition in partitions.values():
+            # runs after every event: no calls, no properties, no new objects
+            for key, partition in partitions.items():
                 local, leader = partition.log._local, partition.leader
                 known = partition._leader_watermark if leader is None else leader.high_watermark
-                last = seen.get(partition)
+                last = seen.get(key)
                 if (
                     last is None
                     or last[0] is not leader
@@ -327,9 +327,7 @@ class Observer:
                 ):
                     log = partition.log
                     self._count_cuts(last, log)
-                    if len(seen) > 2 * len(partitions):  # most of them are closed
-                        seen = {each: seen[each] for each in partitions.values() if each in seen}
-                    seen[partition] = (
+                    seen[key] = (
                         leader,
                         partition.replica,
                         known,
