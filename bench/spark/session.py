@@ -87,7 +87,8 @@ def stream(spark: Any, given: dict[str, Any]) -> dict[str, float]:
     shutil.rmtree(checkpoint, ignore_errors=True)
     batches = [each for each in query.recentProgress if each["numInputRows"]]
     trigger_ms = sum(each["durationMs"]["triggerExecution"] for each in batches)
-    return {"rows": rows, "seconds": elapsed, "trigger_s": trigger_ms / 1000 / len(batches)}
+    trigger_s = trigger_ms / 1000 / max(1, len(batches))
+    return {"rows": rows, "seconds": elapsed, "trigger_s": trigger_s}
 
 
 def write(spark: Any, given: dict[str, Any]) -> dict[str, float]:
