@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pyspark.sql.datasource import DataSourceReader, InputPartition
@@ -20,7 +21,7 @@ from pk import errors
 from pk.sparkconnector.offsets import Bounds, Range, SourceProgress
 from pk.sparkconnector.options import Column, Source
 from pk.sparkconnector.partition import PkPartition
-from pk.sparkconnector.planner import Planner, read
+from pk.sparkconnector.planner import Planner, Task, read
 from pk.sparkconnector.worker_errors import sentence_alone
 
 if TYPE_CHECKING:
@@ -114,13 +115,17 @@ class PkReader(DataSourceReader):
     @sentence_alone
     def partitions(self) -> Sequence[InputPartition]:
         planner = Planner(self._source)
+        return [PkPartition(each) for each in planner.packed(self._tasks(planner))]
+
+    def _tasks(self, planner: Planner) -> list[Task]:
+        if self._source.as_of is not None:
+            from pk.sparkconnector import as_of
+
+            return as_of.tasks(planner, partial(self._ranges, planner))
         bounds = planner.bounds()
         start = planner.at(self._source.starting, bounds, "startingOffsets")
         end = planner.at(self._source.ending, bounds, "endingOffsets")
-        wanted = self._ranges(planner, bounds, start, end)
-        return [
-            PkPartition(each) for each in planner.packed(planner.tasks(wanted, streaming=False))
-        ]
+        return planner.tasks(self._ranges(planner, bounds, start, end), streaming=False)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         if not isinstance(partition, PkPartition):
@@ -133,7 +138,7 @@ class PkReader(DataSourceReader):
         narrowed = self.narrowed
         kept = [one for one in bounds if narrowed.admits(one)]
         since: dict[tuple[str, int], int | None] = {}
-        if narrowed.since_ms is not None:
+        if narrowed.since_ms is not None and self._source.as_of is None:
             asked = {(one.topic_id, one.partition): narrowed.since_ms for one in kept}
             since = planner.cluster.first_at(asked) if asked else {}
         found = []

@@ -26,7 +26,7 @@ SOURCE_NAMES = (
     "endingTimestamp", "endingOffsetsByTimestamp", "failOnDataLoss", "minPartitions",
     "maxRecordsPerPartition", "maxBytesPerPartition", "maxOffsetsPerTrigger",
     "minOffsetsPerTrigger", "maxTriggerDelay", "maxBytesPerTrigger", "columns", "groupId",
-    "holdRetention", "packPartitions", "openCostBytes",
+    "holdRetention", "packPartitions", "openCostBytes", "versionAsOf", "timestampAsOf", "pinned",
 )  # fmt: skip
 SINK_NAMES = ("topic", "truncateTopic", "txnAppId", "txnVersion", "onReplayMismatch")
 BOTH_NAMES = ("includeHeaders", "connectTimeoutMs")

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, NamedTuple
 
 from pk import errors, limits, settings
@@ -28,6 +29,12 @@ EARLIEST = -2
 LATEST = -1
 
 PartitionOffsets = dict[str, dict[int, int]]
+
+#: Options that say where a batch read ends.
+BATCH_ONLY = (
+    "endingOffsets", "endingTimestamp", "endingOffsetsByTimestamp",
+    "versionAsOf", "timestampAsOf", "pinned",
+)  # fmt: skip
 
 #: The source's columns, in order, with Spark's names and types; headers only with includeHeaders.
 COLUMNS: dict[str, str] = {
@@ -81,6 +88,15 @@ class OffsetRangeLimit:
 
 
 @dataclass(slots=True, frozen=True)
+class AsOf:
+    """The version of a topic's table that a batch reads: by number, by time, or by its end."""
+
+    version: int = -1  #: its number; -1 = not given
+    time_ms: int = -1  #: the newest version that is not later; -1 = not given
+    pinned: bool = False  #: the first version that holds all records below endingOffsets
+
+
+@dataclass(slots=True, frozen=True)
 class Source:
     """The checked options of a source."""
 
@@ -90,6 +106,7 @@ class Source:
     assigned: dict[str, tuple[int, ...]] | None = None
     starting: OffsetRangeLimit = field(default_factory=lambda: OffsetRangeLimit("latest"))
     ending: OffsetRangeLimit = field(default_factory=lambda: OffsetRangeLimit("latest"))
+    as_of: AsOf | None = None  #: None = the topic as it is now
     when_no_such_time: str = "error"  #: a strategy name: "error" or "latest"
     fail_on_data_loss: bool = True
     include_headers: bool = False
@@ -119,10 +136,10 @@ def source(given: Mapping[str, str], *, streaming: bool) -> Source:
     starting = _position(names, "starting", "latest" if streaming else "earliest")
     ending = OffsetRangeLimit("latest")
     if streaming:
-        for name in ("endingOffsets", "endingTimestamp", "endingOffsetsByTimestamp"):
+        for name in BATCH_ONLY:
             if name in names.values:
                 raise errors.InvalidOption(
-                    f"{name} has no meaning for a stream, which does not end", option=name
+                    f"{name} has no meaning for a stream, which does not end: drop it", option=name
                 )
     else:
         if starting.kind == "latest":
@@ -157,6 +174,7 @@ def source(given: Mapping[str, str], *, streaming: bool) -> Source:
         assigned=assigned,
         starting=starting,
         ending=ending,
+        as_of=None if streaming else _as_of(names, starting, ending),
         when_no_such_time=names.choice(
             "startingOffsetsByTimestampStrategy", "error", ("error", "latest")
         ),
@@ -179,6 +197,60 @@ def source(given: Mapping[str, str], *, streaming: bool) -> Source:
     )
     _check_source(read, names)
     return read
+
+
+def _as_of(names: OptionNames, starting: OffsetRangeLimit, ending: OffsetRangeLimit) -> AsOf | None:
+    """Return which version of the tables a batch reads, None if the options name none."""
+    pinned = names.flag("pinned", False)
+    given: list[str] = [n for n in ("versionAsOf", "timestampAsOf") if n in names.values]
+    given += ["pinned"] if pinned else []
+    if not given:
+        return None
+    if len(given) > 1:
+        raise errors.InvalidOption(
+            f"{' and '.join(given)} both name a version of the table: give one of them",
+            option=given[1],
+        )
+    for position, side in ((starting, "starting"), (ending, "ending")):
+        if position.kind in ("time", "times"):
+            raise errors.InvalidOption(
+                f"{given[0]} and a position by time cannot be combined: give {side}Offsets",
+                option=given[0],
+            )
+    if pinned:
+        offsets = [offset for each in ending.offsets.values() for offset in each.values()]
+        if ending.kind != "offsets" or LATEST in offsets:
+            raise errors.InvalidOption(
+                "pinned=true needs endingOffsets with an offset of each partition", option="pinned"
+            )
+        return AsOf(pinned=True)
+    text = names.values[given[0]].strip()
+    if given[0] == "timestampAsOf":
+        return AsOf(time_ms=time_ms("timestampAsOf", text))
+    if not re.fullmatch(r"\d{1,18}", text):
+        raise errors.InvalidOption(
+            f"versionAsOf is the number of a version of the table, not {text!r} "
+            "(pk tier history TOPIC lists them)",
+            option="versionAsOf",
+        )
+    return AsOf(version=int(text))
+
+
+def time_ms(name: str, text: str) -> int:
+    """Parse a time in ISO 8601 with its zone, or in milliseconds since 1970."""
+    if re.fullmatch(r"\d{1,18}", text):
+        return int(text)
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        found = None
+    if found is None or found.tzinfo is None:
+        raise errors.InvalidOption(
+            f"{name} is a time with its zone, such as 2026-01-31T12:00:00Z, or milliseconds since "
+            f"1970, not {text!r}",
+            option=name,
+        )
+    return int(found.timestamp() * 1000)
 
 
 def _tasks(names: OptionNames) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class Task:
     cold: ColdRange | None = None
 
 
-class _Table(NamedTuple):
+class PartitionTable(NamedTuple):
     """A partition's files in one version of the topic's table, and where its rows begin."""
 
     place: ColdRange
@@ -91,7 +91,7 @@ class Planner:
         """Return the readable offsets of every partition of the subscription."""
         restarts = 0
         while True:
-            topics = self._topics()
+            topics = self.topics()
             try:
                 return self.cluster.bounds(topics, read_committed=self.source.read_committed)
             except errors.UnknownTopicId:  # deleted between the two calls
@@ -99,7 +99,8 @@ class Planner:
                 if restarts > _RESTARTS_MAX:
                     raise
 
-    def _topics(self) -> list[TopicLeaders]:
+    def topics(self) -> list[TopicLeaders]:
+        """Return the topics of the subscription, each with the partitions to read."""
         source = self.source
         if source.pattern is not None:
             matcher = re.compile(source.pattern)
@@ -160,8 +161,22 @@ class Planner:
         whole = [one for one in wanted if one.size]
         ends = self._cold_ends(whole, streaming)
         tables = self._tables(whole, ends)
-        whole = self._left(whole, tables)
+        whole = self.left(whole, tables)
         curves = self.curves(whole) if source.max_bytes_per_partition else {}
+        return self.pieces(whole, ends, tables, curves)
+
+    def pieces(
+        self,
+        whole: Sequence[Range],
+        ends: Mapping[tuple[str, int], int],
+        tables: Mapping[tuple[str, int], PartitionTable],
+        curves: Mapping[tuple[str, int], Curve],
+    ) -> list[Task]:
+        """Return the tasks of the ranges.
+
+        ends: the end of each partition's cold part.  tables: the files of the cold parts.
+        """
+        source = self.source
         pieces = ranges.split(
             whole,
             min_partitions=source.min_partitions,
@@ -207,8 +222,8 @@ class Planner:
         )
         return [tuple(tasks[at] for at in group) for group in groups]
 
-    def _left(
-        self, wanted: Sequence[Range], tables: Mapping[tuple[str, int], _Table]
+    def left(
+        self, wanted: Sequence[Range], tables: Mapping[tuple[str, int], PartitionTable]
     ) -> list[Range]:
         """Return the ranges without the offsets that retention removed from the tables meanwhile.
 
@@ -230,7 +245,7 @@ class Planner:
         self.settle(losses)
         return [one for one in left if one.size]
 
-    def _cold(self, one: Range, table: _Table) -> Iterator[Task]:
+    def _cold(self, one: Range, table: PartitionTable) -> Iterator[Task]:
         most = self.source.max_records_per_partition
         for part, here in ranges.cold_tasks(one, table.files, max_records=most):
             cold = replace(table.place, files=tuple(here))
@@ -250,14 +265,14 @@ class Planner:
 
     def _tables(
         self, wanted: Sequence[Range], ends: Mapping[tuple[str, int], int]
-    ) -> dict[tuple[str, int], _Table]:
+    ) -> dict[tuple[str, int], PartitionTable]:
         """Return each partition's files in the table; no entry if the table cannot be reached from
         here.
 
         The broker serves cold reads too, so the read continues when only the broker can reach the
         store.
         """
-        found: dict[tuple[str, int], _Table] = {}
+        found: dict[tuple[str, int], PartitionTable] = {}
         if not ends:
             return found  # no cold part: the modules that read tables are not even imported
         from pk.sparkconnector import tier_scan
@@ -275,7 +290,7 @@ class Planner:
                 continue
             place = tier_scan.ColdRange(tier.uri, tier.storage_options)
             for partition in mine:
-                found[topic, partition] = _Table(
+                found[topic, partition] = PartitionTable(
                     place,
                     now.files[partition],
                     now.starts[partition],

@@ -183,16 +183,21 @@ def read_topic(
     bootstrap: str,
     *,
     include_headers: bool = False,
+    version_as_of: int | None = None,
+    timestamp_as_of: str | int | None = None,
     **options: Any,
 ) -> DataFrame:
     """A whole topic as a batch: Spark reads its Delta table natively, and the tail from the log.
 
     topic: its name.  bootstrap: "host:port,…".  include_headers: add the column `headers`.
+    version_as_of, timestamp_as_of: one version of the table instead of the topic as it is now, by
+    its number or by time (ISO 8601 with a zone, or ms since 1970), as the options versionAsOf and
+    timestampAsOf of `format("pk")`.  The log is then not read.
     options: options of `format("pk")`, for the source of the tail.
 
     Returns the columns of `format("pk")`, each offset once.  The boundary is the table's end at one
     version, per partition, so the two halves fit whatever is tiered meanwhile.  Raises
-    `UnknownTopicOrPartition`, `BrokerUnavailable`.
+    `UnknownTopicOrPartition`, `BrokerUnavailable`, `TableVersionNotFound`.
 
         read_topic(spark, "events", "localhost:9092").groupBy("partition").count().show()
     """
@@ -200,6 +205,12 @@ def read_topic(
     from pk.sparkconnector.option_names import CONNECT_TIMEOUT_MS
 
     _verify_pages(spark)
+    if version_as_of is not None or timestamp_as_of is not None:
+        named = {"versionAsOf": version_as_of, "timestampAsOf": timestamp_as_of}
+        return _as_of(
+            spark, topic, bootstrap, include_headers,
+            {**options, **{name: value for name, value in named.items() if value is not None}},
+        )  # fmt: skip
     given = {name.lower(): value for name, value in options.items()}
     line = cluster(bootstrap, None, int(given.get("connecttimeoutms", CONNECT_TIMEOUT_MS)))
     found = line.topics([topic])
@@ -232,6 +243,37 @@ def read_topic(
     return (
         _table(spark, topic, tier.uri, tier.version, cold).select(*tail.columns).unionByName(tail)
     )
+
+
+def _as_of(
+    spark: SparkSession,
+    topic: str,
+    bootstrap: str,
+    include_headers: bool,
+    options: Mapping[str, Any],
+) -> DataFrame:
+    """Return one version of a topic's table, which Spark reads natively if it can."""
+    from pk.sparkconnector import as_of
+    from pk.sparkconnector.options import source
+    from pk.sparkconnector.planner import Planner
+
+    given = {name: _text(value) for name, value in options.items()}
+    given |= {"pk.bootstrap.servers": bootstrap, "subscribe": topic}
+    given["includeHeaders"] = _text(include_headers)
+    read = source(given, streaming=False)
+    assert read.as_of is not None
+    planner = Planner(read)
+    table = as_of.opened(planner, planner.topics()[0], read.as_of, {})
+    given.pop("timestampAsOf", None)
+    given["versionAsOf"] = str(table.version)
+    frame = spark.read.format("pk").options(**given).load()
+    if not _readable(spark, table.uri):
+        return frame
+    ends = table.found.ends
+    rows = [(partition, start, ends[partition]) for partition, start in table.found.starts.items()]
+    if not any(end > start for _, start, end in rows):
+        return frame
+    return _table(spark, topic, table.uri, table.version, rows).select(*frame.columns)
 
 
 def _table(

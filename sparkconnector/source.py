@@ -90,7 +90,7 @@ class PkDataSource(DataSource):
 
 def _any_side(given: Mapping[str, str]) -> dict[str, str]:
     """Return the options without those for batches only; the schema does not depend on them."""
-    ends = ("endingoffsets", "endingtimestamp", "endingoffsetsbytimestamp")
+    ends = {name.lower() for name in options.BATCH_ONLY}
     return {name: value for name, value in given.items() if name.lower() not in ends}
 
 

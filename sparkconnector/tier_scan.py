@@ -69,14 +69,16 @@ class ColdRange:
     uri: str
     storage_options: dict[str, str]
     files: tuple[TierFile, ...] = field(default=())
+    version: int = -1  #: the version that a read as of a version pins; -1 = newer ones will do
 
 
 class _DamagedFile(Exception):
     """A file of the plan is missing in the store, or its bytes are damaged."""
 
-    def __init__(self, file: TierFile, why: str) -> None:
+    def __init__(self, file: TierFile, why: str, *, missing: bool = False) -> None:
         super().__init__(why)
         self.file = file
+        self.missing = missing
 
 
 class _RowGroup(NamedTuple):
@@ -112,18 +114,23 @@ class TableFiles(NamedTuple):
     #: offset where the partition's rows begin; retention deleted those below (T9)
     starts: dict[int, int]
     missing: dict[int, Spans]  #: offsets whose rows another engine deleted (T17)
+    ends: dict[int, int]  #: offset where the partition's rows end
 
 
 def list_files(
-    uri: str, storage_options: Mapping[str, str], topic_id: str, partitions: Sequence[int]
+    uri: str,
+    storage_options: Mapping[str, str],
+    topic_id: str,
+    partitions: Sequence[int],
+    version: int | None = None,
 ) -> TableFiles:
-    """Return the live files of the table's newest version.
+    """Return the live files of a version of the table, None = the newest.
 
     Raises `TierUnavailable`, or `TierTableChanged` for a table that pk must not read (Y2).
     """
     from pk.tiering import accounting
 
-    snapshot = load_snapshot(uri, storage_options, topic_id, partitions)
+    snapshot = load_snapshot(uri, storage_options, topic_id, partitions, version)
     accounting.check_rows(uri, snapshot)
     found: dict[int, list[TierFile]] = {partition: [] for partition in partitions}
     for file in snapshot.files.values():
@@ -133,15 +140,36 @@ def list_files(
             )
     starts = {partition: each.start for partition, each in snapshot.counters.items()}
     missing = accounting.missing_of(snapshot, partitions)
+    ends = {partition: each.end for partition, each in snapshot.counters.items()}
     return TableFiles(
-        found, starts, {partition: each.ranges for partition, each in missing.items()}
+        found, starts, {partition: each.ranges for partition, each in missing.items()}, ends
     )
 
 
+def ends_of(
+    uri: str,
+    storage_options: Mapping[str, str],
+    topic_id: str,
+    partitions: Sequence[int],
+    version: int,
+) -> dict[int, int]:
+    """Return where the rows of each partition end in a version; raises as `list_files`."""
+    from pk.tiering.delta_actions import counters_of
+
+    with _table(uri, storage_options, version) as table:
+        counters = counters_of(uri, table, topic_id, partitions)
+    return {partition: each.end for partition, each in counters.items()}
+
+
 def load_snapshot(
-    uri: str, storage_options: Mapping[str, str], topic_id: str, partitions: Sequence[int]
+    uri: str,
+    storage_options: Mapping[str, str],
+    topic_id: str,
+    partitions: Sequence[int],
+    version: int | None = None,
 ) -> Snapshot:
-    """Return the table's newest version, compared with the checksums of its commits.
+    """Return a version of the table, None = the newest, compared with the checksums of its
+    commits.
 
     Raises `TierUnavailable`, or `TierTableChanged` for a table that pk must not read (Y2).
     """
@@ -149,7 +177,7 @@ def load_snapshot(
     from pk.tiering.delta_actions import counters_of, files_of
     from pk.tiering.table import Snapshot
 
-    with _table(uri, storage_options) as table:
+    with _table(uri, storage_options, version) as table:
         files = files_of(pa.table(table.get_add_actions(flatten=True)))
         counters = counters_of(uri, table, topic_id, partitions)
         log_check.compare(uri, table.version(), files, _commits(uri, storage_options))
@@ -350,6 +378,8 @@ def scan(
                 position, replans = done, 0
             return
         except _DamagedFile as cause:
+            if cold.version >= 0:
+                raise _unreadable(one, cold, cause) from cause
             replans += 1
             now = list_files(cold.uri, cold.storage_options, one.topic_id, [one.partition])
             files, start = now.files[one.partition], min(now.starts[one.partition], one.end)
@@ -362,6 +392,17 @@ def scan(
                 position = start
             for part in within(now.missing.get(one.partition, ()), one._replace(start=position)):
                 lost(part)
+
+
+def _unreadable(one: Range, cold: ColdRange, cause: _DamagedFile) -> errors.PkError:
+    """Return the error for a file of a pinned version: no newer version may replace it."""
+    from pk.sparkconnector import table_versions
+
+    if not cause.missing:
+        return damaged(cold.uri, cause.file, one.partition, str(cause))
+    return table_versions.lost(
+        cold.uri, cold.storage_options, cold.version, cause.file, [one.partition], one.topic_id
+    )
 
 
 def _scan(
@@ -426,12 +467,12 @@ def _open(source: Any, root: str, file: TierFile) -> _OpenFile:
         if longer is not None:
             tail = _read_part(handle, longer)
     except FileNotFoundError:
-        raise _DamagedFile(file, "it is not in the store") from None
+        raise _DamagedFile(file, "it is not in the store", missing=True) from None
     except footers.UnreadableFile as cause:
         raise _DamagedFile(file, str(cause)) from cause
     except (OSError, pa.ArrowException) as cause:
         if "does not exist" in str(cause) or "NoSuchKey" in str(cause):
-            raise _DamagedFile(file, "it is not in the store") from cause
+            raise _DamagedFile(file, "it is not in the store", missing=True) from cause
         raise errors.TierUnavailable(f"{path}: {cause}") from cause
     try:
         footer = footers.open_footer(file, tail)

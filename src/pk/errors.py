@@ -23,7 +23,8 @@
     │       IllegalGeneration (the consumer joins again, rule X12) · FencedInstanceId ·
     │       GroupMaxSizeReached · InconsistentGroupProtocol · NonEmptyGroup ·
     │       InvalidSessionTimeout · GroupIdNotFound · GroupSubscribedToTopic ·
-    │       OffsetMetadataTooLarge · NotPartitionOwner · StaleOffsetCommit
+    │       OffsetMetadataTooLarge · NotPartitionOwner · StaleOffsetCommit ·
+    │       TableVersionNotFound
     ├── OperatorError             the person who runs pk must act
     │   └── DirectoryLocked · DirectoryOfAnotherCluster · DirectoryOfAnotherBuild · NewerFormat ·
     │       StorageFailed · CorruptLog · AddressInUse · StoreRefused · TierTableChanged ·
@@ -316,6 +317,12 @@ class InvalidOption(UserError):
     """An option is unknown, out of its bounds, or contradicts another."""
 
     code = 1010
+
+
+class TableVersionNotFound(UserError):
+    """The version of a topic's table that a read names does not exist yet, or not any more."""
+
+    code = 1075
 
 
 class LeaseHeld(UserError):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pk.cli import tier_history
 from pk.cli.common import (
     DEFAULT_BOOTSTRAP,
     AsJson,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from pk.client.admin import TierDescription, TierRows
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
+app.command()(tier_history.history)
 
 
 @app.command()
