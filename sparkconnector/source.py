@@ -32,7 +32,8 @@ class PkDataSource(DataSource):
 
     Its options are those of Spark's Kafka connector under the same names, with
     `pk.bootstrap.servers` for the addresses (sparkconnector/options).  An option that is unknown or
-    contradicts another raises `InvalidOption` when Spark asks for a reader or a writer.
+    contradicts another raises `InvalidOption` when Spark asks for a reader or a writer, and for a
+    stream when the query starts.
 
         spark.readStream.format("pk").option("pk.bootstrap.servers", "localhost:9092").option(
             "subscribe", "events"
@@ -63,11 +64,16 @@ class PkDataSource(DataSource):
     @sentence_alone
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         """A streaming read; its offsets are in Spark's checkpoint."""
+        from pk.sparkconnector.refused_stream import RefusedStream
         from pk.sparkconnector.stream_reader import PkStreamReader
 
-        read = options.source(dict(self.options), streaming=True)
+        try:
+            read = options.source(dict(self.options), streaming=True)
+            columns = _columns(read, schema)
+        except errors.PkError as error:
+            return RefusedStream(error)
         _warn(read.warnings)
-        return PkStreamReader(read, _columns(read, schema))
+        return PkStreamReader(read, columns)
 
     @sentence_alone
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:

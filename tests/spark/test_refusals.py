@@ -47,6 +47,23 @@ def test_the_sentence_stands_alone(
     assert "Traceback" not in str(told.value)
 
 
+def test_a_stream_shows_the_sentence(spark: Any, cluster: Any, tmp_path: Any) -> None:
+    """Without it Spark shows an UnboundLocalError of its own (sparkconnector/refused_stream)."""
+    topic = cluster.topic(1, tier_enable=False)
+    given = {
+        "pk.bootstrap.servers": cluster.address,
+        "subscribe": topic,
+        "endingOffsets": "latest",
+    }
+    frame = spark.readStream.format("pk").options(**given).load()
+    writer = frame.writeStream.format("noop").option("checkpointLocation", str(tmp_path))
+    for trigger in ({"processingTime": "0 seconds"}, {"availableNow": True}):
+        query = writer.trigger(**trigger).start()
+        with pytest.raises(PySparkException, match="endingOffsets has no meaning") as told:
+            query.awaitTermination(60)
+        assert "UnboundLocalError" not in str(told.value)
+
+
 def test_a_users_own_function_keeps_its_traceback(spark: Any, cluster: Any) -> None:
     """In the same session, after an error of pk."""
     with pytest.raises(PySparkException):
