@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from pk import errors
-from pk.sparkconnector import ranges, table_versions, tier_scan
+from pk.sparkconnector import ranges, table_files, table_versions, tier_scan
 from pk.sparkconnector.offsets import Bounds, Range, SourceProgress
 from pk.sparkconnector.options import AsOf
 from pk.sparkconnector.planner import PartitionTable, Planner, Task
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 Ranges = Callable[[Sequence[Bounds], SourceProgress, SourceProgress], list[Range]]
 
 
-class TableVersion(NamedTuple):
+class TopicVersion(NamedTuple):
     """One version of a topic's table."""
 
     uri: str
     storage_options: dict[str, str]
     version: int
-    found: tier_scan.TableFiles
+    found: table_files.TableFiles
 
 
 def tasks(planner: Planner, ranges_of: Ranges) -> list[Task]:
@@ -76,7 +76,7 @@ def tasks(planner: Planner, ranges_of: Ranges) -> list[Task]:
 
 def opened(
     planner: Planner, topic: TopicLeaders, as_of: AsOf, wanted: Mapping[int, int]
-) -> TableVersion:
+) -> TopicVersion:
     """Return the version of a topic's table that `as_of` names; `wanted` are its pinned ends."""
     tier = planner.cluster.tier(topic.name)
     if not tier.uri:
@@ -87,10 +87,10 @@ def opened(
         )
     partitions = sorted(topic.leaders)
     version = resolved(tier.uri, tier.storage_options, topic.topic_id, as_of, wanted)
-    found = tier_scan.list_files(
+    found = table_files.list_files(
         tier.uri, tier.storage_options, topic.topic_id, partitions, version
     )
-    return TableVersion(tier.uri, tier.storage_options, version, found)
+    return TopicVersion(tier.uri, tier.storage_options, version, found)
 
 
 def resolved(
@@ -105,7 +105,7 @@ def resolved(
     if as_of.pinned:
 
         def ends_at(version: int) -> dict[int, int]:
-            return tier_scan.ends_of(uri, storage_options, topic_id, list(wanted), version)
+            return table_files.ends_of(uri, storage_options, topic_id, list(wanted), version)
 
         return table_versions.covering(uri, known, wanted, ends_at)
     if as_of.time_ms >= 0:

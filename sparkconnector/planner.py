@@ -275,7 +275,7 @@ class Planner:
         found: dict[tuple[str, int], PartitionTable] = {}
         if not ends:
             return found  # no cold part: the modules that read tables are not even imported
-        from pk.sparkconnector import tier_scan
+        from pk.sparkconnector import table_files, tier_scan
 
         ids = {one.topic: one.topic_id for one in wanted}
         for topic in sorted({topic for topic, _ in ends}):
@@ -284,7 +284,7 @@ class Planner:
             if not tier.uri:
                 continue
             try:
-                now = tier_scan.list_files(tier.uri, tier.storage_options, ids[topic], mine)
+                now = table_files.list_files(tier.uri, tier.storage_options, ids[topic], mine)
             except errors.TierUnavailable as cause:
                 warn(f"the tier of {topic} is read through the broker: {cause.message}")
                 continue

@@ -103,7 +103,7 @@ def history(
 
     Raises `TierUnavailable`, `TierTableChanged`.
     """
-    from pk.sparkconnector.tier_scan import file_system
+    from pk.sparkconnector.table_store import file_system
 
     known = table_versions.log_versions(uri, storage_options)
     source, root = file_system(uri, storage_options)

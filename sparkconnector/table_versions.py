@@ -10,9 +10,9 @@ VACUUM removes the files that were replaced first.  Therefore, if a version can 
 every later one, and a binary search finds the oldest (docs/design/0023-as-of.md).
 
 Invariants
-  V1  A time names the newest version that is not later.  A time behind the newest version names
+  K1  A time names the newest version that is not later.  A time behind the newest version names
       none: a version that is committed later could still be at or before it.
-  V2  An answer depends only on versions that exist.  No later commit changes it.
+  K2  An answer depends only on versions that exist.  No later commit changes it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, NamedTuple
 
 from pk import errors
+from pk.sparkconnector import table_files, table_store
+from pk.tiering.damage import damaged
 
 if TYPE_CHECKING:
     from pk.sparkconnector.ranges import TierFile
@@ -86,7 +88,7 @@ def numbered(uri: str, found: LogVersions, version: int) -> int:
 
 
 def at_time(uri: str, found: LogVersions, time_ms: int) -> int:
-    """Return the newest version that is not later than a time (V1).
+    """Return the newest version that is not later than a time (K1).
 
     Raises `TableVersionNotFound` if the time is before the oldest version or behind the newest one.
     """
@@ -162,9 +164,7 @@ def time_text(time_ms: int) -> str:
 
 def log_versions(uri: str, storage_options: Mapping[str, str]) -> LogVersions:
     """List a table's log.  Raises `TierUnavailable`, `TierTableChanged`."""
-    from pk.sparkconnector.tier_scan import file_system
-
-    source, root = file_system(uri, storage_options)
+    source, root = table_store.file_system(uri, storage_options)
     return of_listing(uri, _listed(uri, source, f"{root}/{LOG}"))
 
 
@@ -195,14 +195,11 @@ def lost(
     """
     from pyarrow import fs
 
-    from pk.sparkconnector import tier_scan
-    from pk.tiering.damage import damaged
-
-    source, root = tier_scan.file_system(uri, storage_options)
+    source, root = table_store.file_system(uri, storage_options)
     newest = log_versions(uri, storage_options).newest
 
     def files_at(each: int) -> set[str]:
-        snapshot = tier_scan.load_snapshot(uri, storage_options, topic_id, partitions, each)
+        snapshot = table_files.load_snapshot(uri, storage_options, topic_id, partitions, each)
         return set(snapshot.files)
 
     if file.path in files_at(newest):

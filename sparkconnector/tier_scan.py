@@ -17,26 +17,21 @@ the two raise different errors.
 Invariants
   Y1  All rows below the position were yielded once, in offset order; a new plan continues at the
       position.
-  Y2  A table with features that pk does not support, such as deletion vectors, is refused before
-      any of it is read (T8).
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import unquote, urlsplit
 
 import pyarrow as pa
 
 from pk import errors
-from pk.sparkconnector import rows
+from pk.sparkconnector import rows, table_files, table_store, table_versions
 from pk.sparkconnector.offsets import Range
-from pk.sparkconnector.ranges import Spans, TierFile, within
+from pk.sparkconnector.ranges import TierFile, within
 from pk.sparkconnector.rows import Shape
 from pk.tiering import footers, row_groups
 from pk.tiering.damage import damaged
@@ -44,7 +39,7 @@ from pk.tiering.footers import Footer, Group, Part, UnreadableFile
 from pk.tiering.layout import FILE_SCHEMA
 
 if TYPE_CHECKING:
-    from pk.tiering.table import Snapshot
+    pass
 
 #: The most uncompressed bytes that a merge holds.
 MERGE_BYTES = 64 << 20
@@ -104,198 +99,6 @@ class _OpenFile(NamedTuple):
     footer: Footer
 
 
-# -- the table ------------------------------------------------------------------------------------
-
-
-class TableFiles(NamedTuple):
-    """The files of one version of a table, by partition."""
-
-    files: dict[int, list[TierFile]]
-    #: offset where the partition's rows begin; retention deleted those below (T9)
-    starts: dict[int, int]
-    missing: dict[int, Spans]  #: offsets whose rows another engine deleted (T17)
-    ends: dict[int, int]  #: offset where the partition's rows end
-
-
-def list_files(
-    uri: str,
-    storage_options: Mapping[str, str],
-    topic_id: str,
-    partitions: Sequence[int],
-    version: int | None = None,
-) -> TableFiles:
-    """Return the live files of a version of the table, None = the newest.
-
-    Raises `TierUnavailable`, or `TierTableChanged` for a table that pk must not read (Y2).
-    """
-    from pk.tiering import accounting
-
-    snapshot = load_snapshot(uri, storage_options, topic_id, partitions, version)
-    accounting.check_rows(uri, snapshot)
-    found: dict[int, list[TierFile]] = {partition: [] for partition in partitions}
-    for file in snapshot.files.values():
-        if file.partition in found:
-            found[file.partition].append(
-                TierFile(file.path, file.min_offset, file.max_offset, file.size, file.rows)
-            )
-    starts = {partition: each.start for partition, each in snapshot.counters.items()}
-    missing = accounting.missing_of(snapshot, partitions)
-    ends = {partition: each.end for partition, each in snapshot.counters.items()}
-    return TableFiles(
-        found, starts, {partition: each.ranges for partition, each in missing.items()}, ends
-    )
-
-
-def ends_of(
-    uri: str,
-    storage_options: Mapping[str, str],
-    topic_id: str,
-    partitions: Sequence[int],
-    version: int,
-) -> dict[int, int]:
-    """Return where the rows of each partition end in a version; raises as `list_files`."""
-    from pk.tiering.delta_actions import counters_of
-
-    with _table(uri, storage_options, version) as table:
-        counters = counters_of(uri, table, topic_id, partitions)
-    return {partition: each.end for partition, each in counters.items()}
-
-
-def load_snapshot(
-    uri: str,
-    storage_options: Mapping[str, str],
-    topic_id: str,
-    partitions: Sequence[int],
-    version: int | None = None,
-) -> Snapshot:
-    """Return a version of the table, None = the newest, compared with the checksums of its
-    commits.
-
-    Raises `TierUnavailable`, or `TierTableChanged` for a table that pk must not read (Y2).
-    """
-    from pk.tiering import log_check
-    from pk.tiering.delta_actions import counters_of, files_of
-    from pk.tiering.table import Snapshot
-
-    with _table(uri, storage_options, version) as table:
-        files = files_of(pa.table(table.get_add_actions(flatten=True)))
-        counters = counters_of(uri, table, topic_id, partitions)
-        log_check.compare(uri, table.version(), files, _commits(uri, storage_options))
-        return Snapshot(table.version(), str(table.metadata().id), files, counters)
-
-
-def _commits(uri: str, storage_options: Mapping[str, str]) -> Callable[[int], bytes | None]:
-    """Return a function that reads a commit's JSON by version; None if the log no longer has it."""
-    from pk.tiering.layout import commit_file
-
-    source, root = file_system(uri, storage_options)
-
-    def read(version: int) -> bytes | None:
-        try:
-            with source.open_input_stream(f"{root}/{commit_file(version)}") as stream:
-                return bytes(stream.read())
-        except FileNotFoundError:
-            return None
-
-    return read
-
-
-@contextmanager
-def _table(
-    uri: str, storage_options: Mapping[str, str], version: int | None = None
-) -> Iterator[Any]:
-    """Open a version of the table, None = the newest; raises the errors of `list_files`."""
-    from deltalake import DeltaTable
-    from deltalake.exceptions import DeltaError, TableNotFoundError
-
-    try:
-        options = with_credentials(storage_options) or None
-        table = DeltaTable(uri, version=version, storage_options=options)
-        check_protocol(table, uri)
-        yield table
-    except TableNotFoundError as cause:
-        raise errors.TierTableChanged(f"{uri}: there is no table (any more): {cause}") from cause
-    except (DeltaError, OSError) as cause:
-        raise errors.TierUnavailable(f"{uri}: {cause}") from cause
-    except BaseException as cause:
-        if type(cause).__name__ != "PanicException":
-            raise
-        raise errors.TierTableChanged(f"{uri}: the table's log does not parse: {cause}") from cause
-
-
-def check_protocol(table: Any, uri: str) -> None:
-    """Check that the table has the one protocol version that pk writes (Y2).
-
-    Raises `TierTableChanged` otherwise.
-    """
-    from pk.tiering.table import TableProtocol
-
-    found = table.protocol()
-    features = {*(found.reader_features or ()), *(found.writer_features or ())}
-    TableProtocol(
-        found.min_reader_version, found.min_writer_version, tuple(sorted(features))
-    ).check(uri)
-
-
-def with_credentials(storage_options: Mapping[str, str]) -> dict[str, str]:
-    """Return the storage options with credentials from the environment."""
-    from pk.tiering import credentials
-
-    return credentials.completed(storage_options, os.environ)
-
-
-def file_system(uri: str, storage_options: Mapping[str, str]) -> tuple[Any, str]:
-    """Return an Arrow file system and the table's root in it.
-
-    Raises `StoreRefused` for schemes other than file and s3.
-    """
-    from pyarrow import fs
-
-    parts = urlsplit(uri)
-    if parts.scheme in ("", "file"):
-        return fs.LocalFileSystem(), (unquote(parts.path) if parts.scheme else uri).rstrip("/")
-    if parts.scheme not in ("s3", "s3a"):
-        raise errors.StoreRefused(
-            f"{uri}: {parts.scheme}:// is not yet tried; file:// and s3:// are"
-        )
-    options = {name.lower(): value for name, value in with_credentials(storage_options).items()}
-    arguments: dict[str, Any] = {"connect_timeout": 10, "request_timeout": 30}
-    endpoint = options.get("aws_endpoint_url") or options.get("endpoint_url") or ""
-    if endpoint:
-        target = urlsplit(endpoint)
-        arguments |= {"endpoint_override": target.netloc, "scheme": target.scheme or "http"}
-    for ours, theirs in (
-        ("access_key", "aws_access_key_id"),
-        ("secret_key", "aws_secret_access_key"),
-        ("session_token", "aws_session_token"),
-        ("region", "aws_region"),
-    ):
-        if options.get(theirs):
-            arguments[ours] = options[theirs]
-    return fs.S3FileSystem(**arguments), f"{parts.netloc}{unquote(parts.path)}".rstrip("/")
-
-
-def put_file(source: Any, path: str, data: memoryview) -> None:
-    """Write a new file; on a local disk it is synced before this returns.
-
-    Raises `TierUnavailable`.
-    """
-    from pyarrow import fs
-
-    try:
-        with source.open_output_stream(path) as stream:
-            stream.write(data)
-        if isinstance(source, fs.LocalFileSystem):
-            for each in (path, os.path.dirname(path)):
-                descriptor = os.open(each, os.O_RDONLY)
-                try:
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
-    except (OSError, pa.ArrowException) as cause:
-        raise errors.TierUnavailable(f"{path}: {cause}") from cause
-
-
 def whole_file(
     uri: str,
     source: Any,
@@ -335,17 +138,6 @@ def _read_columns(opened: _OpenFile, group: Group, schema: pa.Schema) -> pa.Reco
         return _read_again(opened, [group], schema)
 
 
-def null_values(uri: str, storage_options: Mapping[str, str], version: int) -> dict[str, int]:
-    """Return how many values of each file of a version are null, as the table's log states it.
-
-    Files of which it states nothing are missing.  Raises `TierUnavailable`, `TierTableChanged`.
-    """
-    from pk.tiering.delta_actions import null_values_of
-
-    with _table(uri, storage_options, version) as table:
-        return null_values_of(pa.table(table.get_add_actions(flatten=True)))
-
-
 # -- reading --------------------------------------------------------------------------------------
 
 
@@ -366,7 +158,7 @@ def scan(
     Calls `lost` with each range that the table lost since planning, before it reads the rest.
     Calls `elsewhere` for the rest of the range when a file of the newest version is damaged.
     """
-    source, root = file_system(cold.uri, cold.storage_options)
+    source, root = table_store.file_system(cold.uri, cold.storage_options)
     files: Sequence[TierFile] = cold.files
     position = one.start
     replans = 0
@@ -381,7 +173,9 @@ def scan(
             if cold.version >= 0:
                 raise _unreadable(one, cold, cause) from cause
             replans += 1
-            now = list_files(cold.uri, cold.storage_options, one.topic_id, [one.partition])
+            now = table_files.list_files(
+                cold.uri, cold.storage_options, one.topic_id, [one.partition]
+            )
             files, start = now.files[one.partition], min(now.starts[one.partition], one.end)
             if replans > REPLANS_MAX or cause.file.path in {file.path for file in files}:
                 rest = one._replace(start=position)
@@ -396,8 +190,6 @@ def scan(
 
 def _unreadable(one: Range, cold: ColdRange, cause: _DamagedFile) -> errors.PkError:
     """Return the error for a file of a pinned version: no newer version may replace it."""
-    from pk.sparkconnector import table_versions
-
     if not cause.missing:
         return damaged(cold.uri, cause.file, one.partition, str(cause))
     return table_versions.lost(

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from pk import errors
 from pk.clock import SystemClock
 from pk.schedules import DAMAGED, DONE
-from pk.sparkconnector import tier_scan
+from pk.sparkconnector import table_store
 from pk.sparkconnector.maintenance import audit_rules, tables
 from pk.sparkconnector.maintenance.audit_rules import ClusterFacts, FileFacts, Judgement, LogFacts
 from pk.sparkconnector.maintenance.tables import TablePlace, TableVersion
@@ -186,7 +186,7 @@ def _record(place: TablePlace, version: TableVersion, report: AuditReport) -> No
             }
         )
     root = place.uri.rsplit("/", 2)[0]
-    options = tier_scan.with_credentials(place.storage_options) or None
+    options = table_store.with_credentials(place.storage_options) or None
     write_deltalake(
         f"{root}/{AUDIT_TABLE}",
         pa.Table.from_pylist(rows, _schema()),

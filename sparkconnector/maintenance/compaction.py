@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from pk import errors
 from pk.compaction.plan import CompactionLimits
 from pk.schedules import DONE
-from pk.sparkconnector import tier_scan
+from pk.sparkconnector import table_files
 from pk.sparkconnector.maintenance import compaction_plan, compaction_rows, tables
 from pk.sparkconnector.maintenance.compaction_plan import (
     FileChange,
@@ -301,7 +301,7 @@ class _Compaction:
     @contextmanager
     def _decisions(self, one: _Round) -> Iterator[DataFrame]:
         """Yield the decisions about the rows of all files, as compaction_rows has them."""
-        nulls = tier_scan.null_values(
+        nulls = table_files.null_values(
             self._place.uri, self._place.storage_options, one.version.snapshot.version
         )
         rows = sum(file.rows for file in one.files)

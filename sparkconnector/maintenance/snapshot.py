@@ -24,7 +24,7 @@ from pk.sparkconnector.maintenance import snapshot_files, snapshot_plan, tables
 from pk.sparkconnector.maintenance.snapshot_files import WRITTEN_SCHEMA, ReadFiles, SnapshotPlace
 from pk.sparkconnector.maintenance.snapshot_plan import SnapshotPlan
 from pk.sparkconnector.maintenance.tables import TablePlace
-from pk.sparkconnector.tier_scan import with_credentials
+from pk.sparkconnector.table_store import with_credentials
 from pk.tiering import accounting, snapshot_table
 from pk.tiering.data_files import DataFile
 from pk.tiering.snapshot_table import SnapshotVersion

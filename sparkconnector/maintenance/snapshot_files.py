@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from pk import errors
 from pk.clock import SystemClock
-from pk.sparkconnector import tier_scan
+from pk.sparkconnector import table_store
 from pk.sparkconnector.maintenance import tables
 from pk.sparkconnector.maintenance.tables import TablePlace
 from pk.tiering import convert, layout, snapshot_table
@@ -181,9 +181,9 @@ def _put(
     start, end = built.min_offset, built.max_offset + 1
     name = DataName(partition, start, end, NONE, attempt, built.footer_crc, built.row_sum)
     path = layout.job_path(name)
-    source, root = tier_scan.file_system(place.uri, place.options)
+    source, root = table_store.file_system(place.uri, place.options)
     source.create_dir(f"{root}/{os.path.dirname(path)}")
-    tier_scan.put_file(source, f"{root}/{path}", built.data)
+    table_store.put_file(source, f"{root}/{path}", built.data)
     stamps = built.min_timestamp_ms, built.max_timestamp_ms
     file = DataFile(
         path, partition, built.min_offset, built.max_offset, *stamps, built.rows, len(built.data)
@@ -276,7 +276,7 @@ def delete_old(handle: Any, place: SnapshotPlace) -> None:
         old = handle.vacuum(
             retention_hours=KEEP_HOURS, dry_run=True, enforce_retention_duration=False, full=False
         )
-        source, root = tier_scan.file_system(place.uri, place.options)
+        source, root = table_store.file_system(place.uri, place.options)
         for path in old:
             source.delete_file(f"{root}/{path}")
     except Exception:  # the commit is done; a file that stays costs storage only

@@ -18,7 +18,7 @@ from urllib.parse import unquote
 
 from pk import errors
 from pk.schedules import DONE
-from pk.sparkconnector import tier_scan
+from pk.sparkconnector import table_store
 from pk.sparkconnector.maintenance import sweep_plan, tables
 from pk.sparkconnector.maintenance.sweep_plan import StoredFile
 from pk.sparkconnector.maintenance.tables import TablePlace
@@ -85,7 +85,7 @@ def sweep(bootstrap: str, topic: str, *, older_than_ms: int = OLDER_THAN_MS) -> 
 def _sweep(
     place: TablePlace, partitions: Sequence[int], lease: MaintenanceLease, older_than_ms: int
 ) -> SweepReport:
-    source, root = tier_scan.file_system(place.uri, place.storage_options)
+    source, root = table_store.file_system(place.uri, place.storage_options)
     try:
         now_ms = _store_time(source, root)
         listed = _listed(source, root)
@@ -110,7 +110,7 @@ def _store_time(source: Any, root: str) -> int:
     directory = f"{root}/{PROBES}"
     source.create_dir(directory)
     path = f"{directory}/{os.urandom(8).hex()}"
-    tier_scan.put_file(source, path, memoryview(b"pk"))
+    table_store.put_file(source, path, memoryview(b"pk"))
     try:
         return int(source.get_file_info(path).mtime_ns) // 1_000_000
     finally:

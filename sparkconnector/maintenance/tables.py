@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pk import errors
 from pk.clock import SystemClock
-from pk.sparkconnector import tier_scan
+from pk.sparkconnector import table_files, table_store, tier_scan
 from pk.sparkconnector.ranges import TierFile
 from pk.tiering import layout
 from pk.tiering.convert import BuiltFile
@@ -38,7 +38,7 @@ class TablePlace:
 
     def file_system(self) -> tuple[Any, str]:
         """Return an Arrow file system, and the table's root in it."""
-        return tier_scan.file_system(self.uri, self.storage_options)
+        return table_store.file_system(self.uri, self.storage_options)
 
     def new_attempt(self) -> str:
         """Return a name that no other attempt of a task has: a speculative one must not overwrite
@@ -82,7 +82,7 @@ def place_of(bootstrap: str, topic: str) -> tuple[TablePlace, list[int]]:
 
 def newest(place: TablePlace, partitions: Sequence[int]) -> TableVersion:
     """Return the newest version of the table, compared with its checksums (rule T2)."""
-    found = tier_scan.load_snapshot(place.uri, place.storage_options, place.topic_id, partitions)
+    found = table_files.load_snapshot(place.uri, place.storage_options, place.topic_id, partitions)
     return TableVersion(place, found)
 
 
@@ -109,7 +109,7 @@ def put(place: TablePlace, name: DataName, built: BuiltFile) -> bytes:
     """
     source, root = place.file_system()
     path = layout.job_path(name)
-    tier_scan.put_file(source, f"{root}/{path}", built.data)
+    table_store.put_file(source, f"{root}/{path}", built.data)
     add = wire.AddFile(
         path=path,
         partition=name.partition,

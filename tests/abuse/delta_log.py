@@ -217,7 +217,7 @@ async def loaded(root: Path, behind: int, later: list[tuple[Path, bytes]] | None
 
 
 def as_spark(root: Path) -> Any:
-    from pk.sparkconnector.tier_scan import list_files
+    from pk.sparkconnector.table_files import list_files
 
     try:
         found = list_files(root.as_uri(), {}, root.name, list(range(PARTITIONS)))

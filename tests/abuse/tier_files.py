@@ -321,10 +321,10 @@ class _Readers:
         return [self._scan(), asyncio.run(self._fetch())]
 
     def _scan(self) -> Any:
-        from pk.sparkconnector import tier_scan
+        from pk.sparkconnector import table_files, tier_scan
 
-        tier_scan.list_files = lambda *_: tier_scan.TableFiles(
-            {0: list(self.cold.files)}, {0: 0}, {}
+        table_files.list_files = lambda *_: table_files.TableFiles(
+            {0: list(self.cold.files)}, {0: 0}, {}, {0: self.range.end}
         )
 
         def lost(part: Any) -> None:

@@ -244,3 +244,42 @@ def test_columns():
         options.ddl(options.column_names(read(columns="offset, VALUE")))
         == "offset bigint NOT NULL, value binary"
     )
+
+
+def test_a_batch_names_a_version_of_the_tables():
+    assert read().as_of is None
+    assert read(pinned="false").as_of is None
+    assert read(versionAsOf=" 7 ").as_of == options.AsOf(version=7)
+    assert read(versionasof="0").as_of == options.AsOf(version=0)
+    assert read(timestampAsOf="1767182400000").as_of == options.AsOf(time_ms=1767182400000)
+    for text in ("2025-12-31T12:00:00Z", "2025-12-31T14:00:00+02:00", "2025-12-31 12:00Z"):
+        assert read(timestampAsOf=text).as_of == options.AsOf(time_ms=1767182400000)
+    pinned = read(pinned="true", endingOffsets='{"flights":{"0":5,"1":9}}')
+    assert pinned.as_of == options.AsOf(pinned=True)
+    assert pinned.ending.offsets == {"flights": {0: 5, 1: 9}}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"versionAsOf": "-1"}, "number of a version"),
+        ({"versionAsOf": "x"}, "not 'x'"),
+        ({"versionAsOf": "1" * 19}, "number of a version"),
+        ({"timestampAsOf": "2025-12-31"}, "with its zone"),
+        ({"timestampAsOf": "yesterday"}, "not 'yesterday'"),
+        ({"versionAsOf": "1", "timestampAsOf": "1"}, "give one of them"),
+        ({"versionAsOf": "1", "pinned": "true"}, "give one of them"),
+        ({"pinned": "true"}, "needs endingOffsets"),
+        ({"pinned": "true", "endingOffsets": '{"flights":{"0":-1}}'}, "needs endingOffsets"),
+        ({"versionAsOf": "1", "endingTimestamp": "5"}, "give endingOffsets"),
+    ],
+)
+def test_unclear_versions_are_refused(given, words):
+    with pytest.raises(errors.InvalidOption, match=words):
+        read(**given)
+
+
+@pytest.mark.parametrize("name", options.BATCH_ONLY)
+def test_a_stream_refuses_what_ends_a_batch(name):
+    with pytest.raises(errors.InvalidOption, match=f"{name} has no meaning for a stream"):
+        read(streaming=True, **{name: "1"})

@@ -1,4 +1,4 @@
-"""Cold ranges read from a table's files: sparkconnector/tier_scan Y1 and Y2."""
+"""Cold ranges read from files: sparkconnector/tier_scan Y1 and sparkconnector/table_files K1."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from pk import errors
-from pk.sparkconnector import options, rows, tier_scan
+from pk.sparkconnector import options, rows, table_files, table_store, tier_scan
 from pk.sparkconnector.connection import Tier
 from pk.sparkconnector.offsets import Range
 from pk.sparkconnector.planner import PkWarning, Planner
@@ -131,7 +131,7 @@ def count(table: DeltaTable, counters: PartitionCounters) -> None:
 def test_files_are_listed_with_their_offsets(tmp_path):
     delta_table(tmp_path, [[0, 1, 2], [3, 4]])
     write_deltalake(str(tmp_path), table_of([7], TABLE_SCHEMA, partition=4), mode="append")
-    listed = tier_scan.list_files(tmp_path.as_uri(), {}, "id", [3]).files
+    listed = table_files.list_files(tmp_path.as_uri(), {}, "id", [3]).files
     assert sorted((f.min_offset, f.max_offset, f.rows) for f in listed[3]) == [(0, 2, 3), (3, 4, 2)]
     assert scan(tmp_path, listed[3], 0, 5) == [0, 1, 2, 3, 4]
 
@@ -139,7 +139,7 @@ def test_files_are_listed_with_their_offsets(tmp_path):
 def test_a_file_that_was_rewritten_and_deleted_is_planned_anew(tmp_path):
     """OPTIMIZE and VACUUM between planning and reading (rule T10)."""
     table = delta_table(tmp_path, [[0, 1, 2], [3, 4], [5, 6, 7]])
-    listed = tier_scan.list_files(tmp_path.as_uri(), {}, "id", [3]).files[3]
+    listed = table_files.list_files(tmp_path.as_uri(), {}, "id", [3]).files[3]
     table.optimize.compact()
     table.vacuum(0, enforce_retention_duration=False, dry_run=False)
     assert not any((tmp_path / file.path).exists() for file in listed)
@@ -149,7 +149,8 @@ def test_a_file_that_was_rewritten_and_deleted_is_planned_anew(tmp_path):
 def test_a_replan_goes_on_where_it_stopped(tmp_path, monkeypatch):
     table = delta_table(tmp_path, [[0, 1, 2], [3, 4], [5, 6, 7]])
     listed = sorted(
-        tier_scan.list_files(tmp_path.as_uri(), {}, "id", [3]).files[3], key=lambda f: f.min_offset
+        table_files.list_files(tmp_path.as_uri(), {}, "id", [3]).files[3],
+        key=lambda f: f.min_offset,
     )
     shape = rows.Shape(options.columns_of(NAMES), "flights", 3)
     cold = ColdRange(tmp_path.as_uri(), {}, tuple(listed))
@@ -164,7 +165,8 @@ def test_what_was_deleted_before_a_replan_is_told(tmp_path):
     """Retention and VACUUM while the range is read: no row is left out in silence."""
     table = delta_table(tmp_path, [[0, 1, 2], [3, 4], [5, 6, 7]])
     listed = sorted(
-        tier_scan.list_files(tmp_path.as_uri(), {}, "id", [3]).files[3], key=lambda f: f.min_offset
+        table_files.list_files(tmp_path.as_uri(), {}, "id", [3]).files[3],
+        key=lambda f: f.min_offset,
     )
     shape = rows.Shape(options.columns_of(NAMES), "flights", 3)
     cold, told = ColdRange(tmp_path.as_uri(), {}, tuple(listed)), []
@@ -194,7 +196,7 @@ def test_rows_that_another_engine_deleted_are_told(tmp_path, monkeypatch, fail):
         return
     with pytest.warns(PkWarning, match=r"flights-3 \[3, 5\) is gone"):
         cold, _ = planner.tasks([wanted], streaming=True)
-    listed = tier_scan.list_files(tmp_path.as_uri(), {}, "id", [3]).files[3]
+    listed = table_files.list_files(tmp_path.as_uri(), {}, "id", [3]).files[3]
     found = scan(tmp_path, listed, cold.range.start, cold.range.end)
     assert found == [0, 1, 2, 5, 6, 7]
 
@@ -224,7 +226,7 @@ def test_what_was_deleted_before_the_files_were_listed_is_told(tmp_path, monkeyp
 
 def test_a_file_gone_on_every_version_is_an_error(tmp_path):
     delta_table(tmp_path, [[0, 1, 2]])
-    listed = tier_scan.list_files(tmp_path.as_uri(), {}, "id", [3]).files[3]
+    listed = table_files.list_files(tmp_path.as_uri(), {}, "id", [3]).files[3]
     (tmp_path / listed[0].path).unlink()
     with pytest.raises(errors.DamagedTierFile, match="not in the store") as caught:
         scan(tmp_path, listed, 0, 3)
@@ -233,7 +235,7 @@ def test_a_file_gone_on_every_version_is_an_error(tmp_path):
 
 def test_a_table_that_is_gone_is_named(tmp_path):
     with pytest.raises(errors.TierTableChanged, match="no table"):
-        tier_scan.list_files((tmp_path / "nothing").as_uri(), {}, "id", [3])
+        table_files.list_files((tmp_path / "nothing").as_uri(), {}, "id", [3])
 
 
 @pytest.mark.parametrize(("version", "features"), [(3, ["deletionVectors"]), (2, ()), (1, ["x"])])
@@ -245,19 +247,19 @@ def test_a_table_with_features_is_refused(version, features):
         writer_features=None,
     )
     with pytest.raises(errors.TierTableChanged, match="pk accepts"):
-        tier_scan.check_protocol(SimpleNamespace(protocol=lambda: protocol), "uri")
+        table_files.check_protocol(SimpleNamespace(protocol=lambda: protocol), "uri")
 
 
 def test_file_systems(monkeypatch):
-    assert tier_scan.file_system("file:///a%20b/c", {})[1] == "/a b/c"
+    assert table_store.file_system("file:///a%20b/c", {})[1] == "/a b/c"
     options = {
         "AWS_ENDPOINT_URL": "http://127.0.0.1:7070", "AWS_REGION": "us-east-1",
         "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b",
     }  # fmt: skip
-    assert tier_scan.file_system("s3://bucket/t/x", options)[1] == "bucket/t/x"
+    assert table_store.file_system("s3://bucket/t/x", options)[1] == "bucket/t/x"
     with pytest.raises(errors.StoreRefused, match="gs://"):
-        tier_scan.file_system("gs://bucket/t", {})
+        table_store.file_system("gs://bucket/t", {})
     monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
     monkeypatch.setenv("PK_TIER_ACCESS_KEY_ID", "k")
-    found = tier_scan.with_credentials({"AWS_REGION": "r"})
+    found = table_store.with_credentials({"AWS_REGION": "r"})
     assert found == {"AWS_REGION": "r", "AWS_ACCESS_KEY_ID": "k"}

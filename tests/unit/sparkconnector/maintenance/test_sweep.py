@@ -156,9 +156,9 @@ def test_a_store_that_is_away_and_an_age_below_an_hour() -> None:
 
 
 def test_the_log_of_a_table_names_every_path_once_it_was_committed(place: TablePlace) -> None:
-    from pk.sparkconnector import tier_scan
+    from pk.sparkconnector import table_store
 
-    source, root = tier_scan.file_system(place.uri, {})
+    source, root = table_store.file_system(place.uri, {})
     named = sweeping._named(source, root)
     written = set()
     for path in Path(root).glob("_delta_log/*.json"):
