@@ -24,6 +24,7 @@ import pyarrow as pa
 
 from pk import errors
 from pk.client import arguments, connection
+from pk.client.deserialization import OnDeserializeError, RecordDeserializer, RowFailed
 from pk.client.fetch_buffer import FetchBuffer, FetchedRows, UndecodableBatch
 from pk.client.fetch_engine import FetchEngine
 from pk.client.fetcher_events import CompletedFetch, Consumed, FetcherEvent, FetchError, Pause, Seek
@@ -33,7 +34,6 @@ from pk.client.network_client import NetworkClient
 from pk.client.offsets import EARLIEST, LATEST, OFFSET_MAX
 from pk.client.options import bootstrap_of, consumer_options, network_options
 from pk.client.records import ConsumerRecords
-from pk.client.serializers import deserializer
 from pk.client.snapshots import SnapshotConsumer
 from pk.client.waiting import OneThread, WakeupSignal, one_thread
 from pk.clock import monotonic_s
@@ -56,6 +56,8 @@ class Consumer(GroupConsumer, SnapshotConsumer):
 
     bootstrap: "host:port,…", or a list of addresses.
     key_deserializer, value_deserializer: "string", "json", `f(data)`, `f(topic, data)`; None: bytes
+    on_deserialize_error: "raise", "skip", or `f(record, error)` (client/deserialization), such as a
+        `DeadLetterTopic`
     options: the consumer settings of docs/settings.md; Kafka's dotted names are accepted.
 
     Raises `InvalidOption` or `InvalidConfig` for an option that is unknown or out of bounds.
@@ -73,13 +75,15 @@ class Consumer(GroupConsumer, SnapshotConsumer):
         *,
         key_deserializer: Any = None,
         value_deserializer: Any = None,
+        on_deserialize_error: str | OnDeserializeError = "raise",
         **options: Any,
     ) -> None:
         super().__init__()
         bootstrap = bootstrap_of(bootstrap, options)
         self._options = o = consumer_options(options)
-        self._key_deserializer = deserializer(key_deserializer, "key_deserializer")
-        self._value_deserializer = deserializer(value_deserializer, "value_deserializer")
+        self._deserializer = RecordDeserializer(
+            key_deserializer, value_deserializer, on_deserialize_error
+        )
         self._wakeup = WakeupSignal()
         self._one_thread = OneThread()
         self._lines: deque[ConsumerRecords] = deque()  #: rows that are handed out record by record
@@ -235,9 +239,10 @@ class Consumer(GroupConsumer, SnapshotConsumer):
     def poll(self, timeout_s: float = 1.0) -> list[Record]:
         """Return at most max_poll_records records; [] if nothing came within `timeout_s`.
 
-        If the next record cannot be deserialised, this raises `SerializationError`, or any other
-        exception of its deserialiser.  It raises again until a seek passes the record.  The records
-        before it are returned first.
+        If the next record cannot be deserialised, this raises `SerializationError` with
+        `details["topic"]`, `["partition"]` and `["offset"]`, unless on_deserialize_error says
+        otherwise.  It raises again until a seek passes the record.  The records before it are
+        returned first.
 
         A range that the broker cannot read, damaged in its only copy, raises `DataLoss` once, with
         `details["offset"]` and `details["next_offset"]`.  The next poll continues behind the range.
@@ -254,34 +259,31 @@ class Consumer(GroupConsumer, SnapshotConsumer):
 
     def _poll_lines(self, timeout_s: float) -> list[ConsumerRecords]:
         """Return the records of `poll` before `Record` objects are made."""
-        found: list[ConsumerRecords] = []
-        slices = self._gather(self._options["max_poll_records"], timeout_s, cut=True)
-        for index, item in enumerate(slices):
-            try:
-                found.append(self._to_lines(item))
-            # A deserialiser given by the caller may raise any exception.
-            except Exception:
-                good = self._good_lines(item)
-                found += good
-                if len(good) < item.rows.num_rows:
-                    rest = item._replace(rows=item.rows.slice(len(good)))
-                    self._put_back([rest, *slices[index + 1 :]])
-                    if found:
-                        return found
-                    raise
-            except BaseException:  # Ctrl-C
-                self._put_back(slices)
-                raise
-        return found
+        deadline = monotonic_s() + timeout_s
+        while True:
+            slices = self._gather(self._options["max_poll_records"], timeout_s, cut=True)
+            found = self._deserialised(slices)
+            if found or not slices:
+                return found
+            timeout_s = max(0.0, deadline - monotonic_s())  # all of them were left out
 
-    def _good_lines(self, item: FetchedRows) -> list[ConsumerRecords]:
-        """Return the rows before the first that cannot be deserialised, found by trying each
-        row.
-        """
+    def _deserialised(self, slices: Sequence[FetchedRows]) -> list[ConsumerRecords]:
+        """Return the records of the rows; from a failing row on, rows are put back."""
         found: list[ConsumerRecords] = []
-        with contextlib.suppress(Exception):
-            for index in range(item.rows.num_rows):
-                found.append(self._to_lines(item._replace(rows=item.rows.slice(index, 1))))
+        try:
+            for index, item in enumerate(slices):
+                try:
+                    found += self._deserializer.records(item)
+                except RowFailed as failed:
+                    found += failed.good
+                    slices = [failed.rest, *slices[index + 1 :]]
+                    if not found:
+                        raise failed.error from failed.error.__cause__
+                    self._put_back(slices)
+                    return found
+        except BaseException:  # Ctrl-C, too
+            self._put_back(slices)
+            raise
         return found
 
     def _put_back(self, slices: Sequence[FetchedRows]) -> None:
@@ -315,12 +317,6 @@ class Consumer(GroupConsumer, SnapshotConsumer):
         except BaseException:  # Ctrl-C
             self._put_back(found)
             raise
-
-    def _to_lines(self, item: FetchedRows) -> ConsumerRecords:
-        return ConsumerRecords(
-            item.place, item.rows, self._key_deserializer, self._value_deserializer,
-            item.position_id,
-        )  # fmt: skip
 
     def __iter__(self) -> Iterator[Record]:
         """Yield record by record.  Waits for the next record without limit, until `close`."""

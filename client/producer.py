@@ -69,8 +69,7 @@ class Producer(ProducerTransactions):
         self._value_serializer = serializer(value_serializer, "value_serializer")
         self._accumulators: dict[str, RecordAccumulator] = {}
         #: The types that the fast path of `send` accepts.
-        plain = self._key_serializer is None and self._value_serializer is None
-        self._fast: dict[str, RecordAccumulator] = self._accumulators if plain else {}
+        self._fast: dict[str, RecordAccumulator] = self._accumulators if self.takes_bytes else {}
         self._poked = False
         self._closed = False
         self._ending = threading.Lock()
@@ -81,6 +80,11 @@ class Producer(ProducerTransactions):
             self._engine = ProduceEngine(world, self._cluster, o, compute=self._thread.compute)
             self._transactions = self._open_transactions()
         connection.close_at_exit(self, self.close, self._forked)
+
+    @property
+    def takes_bytes(self) -> bool:
+        """Whether keys and values are sent as they are given: there is no serializer."""
+        return self._key_serializer is None and self._value_serializer is None
 
     def _open_transactions(self) -> TransactionEngine | None:
         """Return the part that decides which records are accepted; a subclass has its own."""

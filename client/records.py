@@ -58,6 +58,15 @@ class ConsumerRecords:
             keys, values, _headers(rows.column("headers")),
         )  # fmt: skip
 
+    @classmethod
+    def of(
+        cls, place: TopicPartition, row: pa.RecordBatch, record: Record, position_id: int
+    ) -> ConsumerRecords:
+        """Return one row as a record that was made elsewhere."""
+        found = cls(place, row, None, None, position_id)
+        found._records = map(_first_of, repeat(record), found._left)
+        return found
+
     def __iter__(self) -> Iterator[Record]:
         """Return the iterator over the remaining records.  Every call returns the same iterator."""
         return self._records
@@ -74,6 +83,10 @@ class ConsumerRecords:
     def drop(self) -> None:
         """Remove the records that were not drawn yet."""
         self._offsets.clear()
+
+
+def _first_of(record: Record, offset: int) -> Record:
+    return record
 
 
 def _objects(column: pa.Array, function: Deserializer | None, topic: str) -> Iterable[Any]:

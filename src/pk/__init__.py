@@ -14,8 +14,9 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from pk.client.admin import AdminClient
     from pk.client.consumer import Consumer
+    from pk.client.dead_letters import DeadLetterTopic
     from pk.client.producer import Producer
-    from pk.types import Record, TopicPartition
+    from pk.types import BatchMetadata, Record, RecordMetadata, TopicPartition
 
 _HOMES = {
     "Producer": "pk.client.producer",
@@ -23,11 +24,21 @@ _HOMES = {
     "AdminClient": "pk.client.admin",
     "TopicPartition": "pk.types",
     "Record": "pk.types",
+    "DeadLetterTopic": "pk.client.dead_letters",
     "RecordMetadata": "pk.types",
     "BatchMetadata": "pk.types",
 }
 
-__all__ = ["AdminClient", "Consumer", "Producer", "Record", "TopicPartition"]
+__all__ = [
+    "AdminClient",
+    "BatchMetadata",
+    "Consumer",
+    "DeadLetterTopic",
+    "Producer",
+    "Record",
+    "RecordMetadata",
+    "TopicPartition",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -35,3 +46,7 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module 'pk' has no attribute {name!r}")
     return getattr(import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])
