@@ -29,6 +29,8 @@ from pk.world import World
 T = TypeVar("T")
 
 _log = logging.getLogger("pk.client")
+#: Logs a line that the application's owner should read.
+warn: Callable[[str], None] = _log.warning
 
 #: Number of threads that compress; all producers of the process share them.
 ENCODERS = max(1, min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2))

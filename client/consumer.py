@@ -82,7 +82,7 @@ class Consumer(GroupConsumer, SnapshotConsumer):
         bootstrap = bootstrap_of(bootstrap, options)
         self._options = o = consumer_options(options)
         self._deserializer = RecordDeserializer(
-            key_deserializer, value_deserializer, on_deserialize_error
+            key_deserializer, value_deserializer, on_deserialize_error, connection.warn
         )
         self._wakeup = WakeupSignal()
         self._one_thread = OneThread()

@@ -18,7 +18,6 @@ Invariants
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,8 +27,6 @@ from pk.client.fetch_buffer import FetchedRows
 from pk.client.records import ConsumerRecords
 from pk.client.serializers import deserializer
 from pk.types import Record, TopicPartition
-
-_log = logging.getLogger("pk.client")
 
 #: Decides about a record with raw key and value: the record to return, or None to leave it out.
 OnDeserializeError = Callable[[Record, errors.SerializationError], Record | None]
@@ -51,8 +48,12 @@ class RowFailed(Exception):
 class RecordDeserializer:
     """The deserialisers of one consumer, and what it does if they fail."""
 
-    def __init__(self, key: Any, value: Any, on_error: Any) -> None:
-        """Check the arguments of a `Consumer`.  Raises `InvalidOption`."""
+    def __init__(self, key: Any, value: Any, on_error: Any, warn: Callable[[str], None]) -> None:
+        """Check the arguments of a `Consumer`.  Raises `InvalidOption`.
+
+        warn: is called with a line about records that were left out
+        """
+        self._warn = warn
         self._key = deserializer(key, "key_deserializer")
         self._value = deserializer(value, "value_deserializer")
         self._on_error = _policy(on_error)
@@ -95,11 +96,8 @@ class RecordDeserializer:
         """Count what was left out of a slice, and log it in one line."""
         self.skipped += len(left_out)
         if left_out:
-            _log.warning(
-                "%d records of %s left out, the first: %s",
-                len(left_out),
-                place,
-                left_out[0].message,
+            self._warn(
+                f"{len(left_out)} records of {place} left out, the first: {left_out[0].message}"
             )
 
     def _decided(

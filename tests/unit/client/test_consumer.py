@@ -425,64 +425,6 @@ def test_a_complaint_does_not_cost_the_rows_of_the_call_that_meets_it(world: Any
     assert sorted(seen([*first, *consumer.poll(1.0)])) == [(0, 0), (1, 0)]
 
 
-@pytest.mark.parametrize(
-    ("error", "told"),
-    [
-        (errors.RegistryError, errors.RegistryError),
-        (ValueError, errors.SerializationError),
-        (KeyboardInterrupt, KeyboardInterrupt),
-    ],
-)
-@pytest.mark.parametrize("way", ["poll", "next"])
-def test_whatever_a_deserialiser_raises_costs_no_record(
-    world: Any, error: Any, told: Any, way: str
-) -> None:
-    """The registry is away, a function fails, or Ctrl-C: the rows are returned later."""
-    broken = [True]
-
-    def deserialise(topic: str, data: bytes | None) -> bytes | None:
-        if data == b"2" and broken[0]:
-            raise error("not now")
-        return data
-
-    world.put(T1, b"1")
-    world.put(T0, b"0", b"1", b"2", b"3")
-    world.put(T1, *[b"x"] * 30)  # so that poll does not wait for the skipped records
-    consumer = world.consumer(
-        auto_offset_reset="earliest", value_deserializer=deserialise, max_poll_records=6
-    )
-    consumer.assign([T0, T1])
-    world.pass_ms(500)
-    found: list[Any] = []
-    raised = 0
-    while len(found) < 12:
-        try:
-            found += consumer.poll(1.0) if way == "poll" else [next(consumer)]
-        except told:
-            raised += 1
-            broken[0] = raised < 3
-    assert raised == 3, "each time until it is mended"
-    for place in (T0, T1):
-        offsets = [record.offset for record in found if record.partition == place.partition]
-        assert offsets == list(range(len(offsets)))
-
-
-def test_a_deserialiser_that_can_again_is_not_asked_for_an_empty_rest(world: Any) -> None:
-    """It failed for the whole list and not for its rows: the registry is back."""
-    failures = [errors.SerializationError("not now")]
-
-    def deserialise(topic: str, data: bytes | None) -> bytes | None:
-        if failures:
-            raise failures.pop()
-        return data
-
-    world.put(T0, b"0", b"1")
-    consumer = world.consumer(auto_offset_reset="earliest", value_deserializer=deserialise)
-    consumer.assign([T0])
-    assert seen(consumer.poll(1.0)) == [(0, 0), (0, 1)]
-    assert consumer.position(T0) == 2
-
-
 def test_ctrl_c_while_rows_are_gathered_costs_none(world: Any) -> None:
     world.put(T0, b"0")
     world.put(T1, b"1")

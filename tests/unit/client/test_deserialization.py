@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from pk import Consumer, DeadLetterTopic, Producer, Record, TopicPartition, errors
-from tests.unit.client.test_consumer import T0, T1, World
+from tests.unit.client.test_consumer import T0, T1, World, seen
 
 
 @pytest.fixture
@@ -174,3 +174,61 @@ def test_other_partitions_are_not_held_up(world: World) -> None:
             reader.pause(TopicPartition("t", 0))
     assert found == [(1, 0)]
     assert raised == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (errors.RegistryError, errors.RegistryError),
+        (ValueError, errors.SerializationError),
+        (KeyboardInterrupt, KeyboardInterrupt),
+    ],
+)
+@pytest.mark.parametrize("way", ["poll", "next"])
+def test_whatever_a_deserialiser_raises_costs_no_record(
+    world: Any, error: Any, told: Any, way: str
+) -> None:
+    """The registry is away, a function fails, or Ctrl-C: the rows are returned later."""
+    broken = [True]
+
+    def deserialise(topic: str, data: bytes | None) -> bytes | None:
+        if data == b"2" and broken[0]:
+            raise error("not now")
+        return data
+
+    world.put(T1, b"1")
+    world.put(T0, b"0", b"1", b"2", b"3")
+    world.put(T1, *[b"x"] * 30)  # so that poll does not wait for the skipped records
+    consumer = world.consumer(
+        auto_offset_reset="earliest", value_deserializer=deserialise, max_poll_records=6
+    )
+    consumer.assign([T0, T1])
+    world.pass_ms(500)
+    found: list[Any] = []
+    raised = 0
+    while len(found) < 12:
+        try:
+            found += consumer.poll(1.0) if way == "poll" else [next(consumer)]
+        except told:
+            raised += 1
+            broken[0] = raised < 3
+    assert raised == 3, "each time until it is mended"
+    for place in (T0, T1):
+        offsets = [record.offset for record in found if record.partition == place.partition]
+        assert offsets == list(range(len(offsets)))
+
+
+def test_a_deserialiser_that_can_again_is_not_asked_for_an_empty_rest(world: Any) -> None:
+    """It failed for the whole list and not for its rows: the registry is back."""
+    failures = [errors.SerializationError("not now")]
+
+    def deserialise(topic: str, data: bytes | None) -> bytes | None:
+        if failures:
+            raise failures.pop()
+        return data
+
+    world.put(T0, b"0", b"1")
+    consumer = world.consumer(auto_offset_reset="earliest", value_deserializer=deserialise)
+    consumer.assign([T0])
+    assert seen(consumer.poll(1.0)) == [(0, 0), (0, 1)]
+    assert consumer.position(T0) == 2
