@@ -61,7 +61,8 @@ def settings_page() -> str:
         "",
         "Kafka's dotted names (`retention.ms`) are accepted everywhere. An unknown name is",
         "refused, and the error suggests the nearest valid name. Contradictory settings are",
-        "refused, and the error names the violated relation.",
+        "refused, and the error names the violated relation. Times in ms and sizes in bytes may",
+        "have a unit: `retention_ms=7d`, `1h30m`, `segment_bytes=64MiB`, `1GB`.",
     ]
     for scope, (title, where) in SCOPES.items():
         lines += ["", f"## {title}", "", f"Given as {where}", ""]

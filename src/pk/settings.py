@@ -4,6 +4,7 @@ One table per scope; docs/settings.md is made from it.
 
 Kafka's dotted names (`retention.ms`) and pk's own (`retention_ms`) are the same name.  Unknown
 names are refused with the nearest right one, contradictions with the relation that is broken.
+Times in ms and sizes in bytes may have a unit: `12h`, `64MiB` (pk.units).
 Where docs/SEMANTICS.md §13 does not say otherwise, defaults are Kafka's.
 """
 
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pk import errors, limits
+from pk import errors, limits, units
 
 MIB = limits.MIB
 INT64_MAX = 2**63 - 1
@@ -45,9 +46,13 @@ class Option:
         `InvalidConfig`.
         """
         try:
+            if isinstance(value, str) and self.unit in units.EXAMPLES:
+                value = _without_unit(value, self.unit)
             parsed = _parse(self.kind, value)
         except (ValueError, TypeError, OverflowError):
             unit = f" ({self.unit})" if self.unit else ""
+            if self.unit in units.EXAMPLES:
+                unit += f" or {units.EXAMPLES[self.unit]}"
             raise self._refusal(f"takes {_WORDS[self.kind]}{unit}, not {_shown(value)}") from None
         most = INT64_MAX if self.most is None and self.kind is int else self.most
         if self.least is not None and parsed < self.least:
@@ -74,6 +79,14 @@ def _shown(value: Any) -> str:
 
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+def _without_unit(text: str, unit: str) -> str | int:
+    """Return the number that a duration or a size stands for; other texts as they are."""
+    try:
+        return units.plain(text, unit)
+    except ValueError:
+        return text
 
 
 def _parse(kind: type, value: Any) -> Any:
