@@ -14,16 +14,18 @@ script:
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 
 import pk
 from pk import errors
+from pk.cli import completion, profiles
 
 #: command → its purpose, in the order of `pk --help`
 COMMANDS: Mapping[str, str] = {
@@ -42,6 +44,7 @@ COMMANDS: Mapping[str, str] = {
     "tier": "describe the Delta table behind a topic",
     "maintenance": "merge the files of tables and audit them, now or on a schedule",
     "doctor": "find out why an environment does not work",
+    "version": "print the versions of pk, Python and the libraries",
     "demo": "the main job end to end on real data: log, tier, Spark, counts that agree",
 }
 
@@ -74,8 +77,11 @@ def help_text() -> str:
             *lines,
             "",
             "Options:",
-            "  --version  print the version",
-            "  --help     this text; `pk COMMAND --help` for a command's",
+            "  --bootstrap HOST:PORT  any broker; default: PK_BOOTSTRAP, or 127.0.0.1:9292",
+            "  --profile NAME         a cluster of ~/.config/pk/config.toml; default: PK_PROFILE",
+            "  --install-completion   of the shell; --show-completion prints it",
+            "  --version              print the version",
+            "  --help                 this text; `pk COMMAND --help` for a command's",
         ]
     )
 
@@ -102,6 +108,52 @@ def error_object(error: errors.PkError) -> dict[str, object]:
 
 def run(argv: Sequence[str]) -> int:
     """Run one command line and return its exit code."""
+    try:
+        argv, given = _leading(argv)
+        address = profiles.bootstrap(os.environ, given.get("bootstrap"), given.get("profile"))
+    except errors.PkError as error:
+        print(error_line(error), file=sys.stderr)
+        return 1
+    with _environment(profiles.BOOTSTRAP, address):
+        return _run(argv)
+
+
+def _leading(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Split the options before the subcommand from the rest.  Raises `InvalidOption`."""
+    rest, given = list(argv), dict[str, str]()
+    while rest and (name := rest[0].partition("=")[0]) in ("--bootstrap", "--profile"):
+        first = rest.pop(0)
+        _, equals, value = first.partition("=")
+        if not equals:
+            if not rest:
+                raise errors.InvalidOption(f"{name} needs a value")
+            value = rest.pop(0)
+        given[name.removeprefix("--")] = value
+    return rest, given
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str | None) -> Iterator[None]:
+    """Set a variable for typer, which reads the defaults of options there."""
+    before = os.environ.get(name)
+    if value is not None:
+        os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
+
+
+def _run(argv: Sequence[str]) -> int:
+    if completion.wanted(argv, os.environ):
+        try:
+            completion.root(available())(args=list(argv), prog_name="pk")
+        except SystemExit as end:
+            return end.code if isinstance(end.code, int) else int(end.code is not None)
+        return 0
     if not argv or argv[0] in {"--help", "-h", "help"}:
         print(help_text())
         return 0

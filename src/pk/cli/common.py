@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from pk import errors
+from pk import errors, units
 from pk.clock import monotonic_s
 
 C = TypeVar("C", bound=Any)
@@ -35,13 +35,31 @@ Configs = Annotated[
 ]
 #: The largest time-out that a client accepts.
 TIMEOUT_MS_MAX = 2_147_483_000
+
+
+def duration(least: int, most: int = TIMEOUT_MS_MAX) -> Callable[[Any], int]:
+    """Return a parser of an option in ms, which takes a unit, too: 1500, 90s, 12h."""
+
+    def parse(given: Any) -> int:
+        try:
+            found = given if isinstance(given, int) else units.duration_ms(str(given))
+        except ValueError:
+            raise typer.BadParameter(f"{given!r} is no time: write 1500 (ms), 90s or 12h") from None
+        if not least <= found <= most:
+            raise typer.BadParameter(f"{found} ms is not in the range from {least} to {most}")
+        return found
+
+    parse.__name__ = "duration"  # typer shows it in the help
+    return parse
+
+
 TimeoutMs = Annotated[
     int,
     typer.Option(
         "--timeout-ms",
-        min=1,
-        max=TIMEOUT_MS_MAX,
-        help="how long the command may take, with connecting",
+        parser=duration(1),
+        metavar="DURATION",
+        help="how long the command may take, with connecting: 1500 (ms), 90s",
     ),
 ]
 

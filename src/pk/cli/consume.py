@@ -2,21 +2,24 @@
 
 With --group, the command is a member of a consumer group.  It commits what it has printed, and
 nothing that waits in a buffer: records are flushed to stdout before their offsets are committed.
+
+--from, --to and --tail name positions (cli/positions), which are resolved once at the start, for
+the partitions that exist then.
 """
 
 from __future__ import annotations
 
-import base64
-import json
+import re
 import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from pk import errors
-from pk.cli.common import DEFAULT_BOOTSTRAP, AsJson, BootstrapOption, opened, quiet_end
-from pk.clock import monotonic_s
+from pk.cli import positions, record_text
+from pk.cli.common import DEFAULT_BOOTSTRAP, AsJson, BootstrapOption, duration, opened, quiet_end
+from pk.clock import monotonic_s, wall_ms
 from pk.types import Record, TopicPartition
 
 if TYPE_CHECKING:
@@ -34,101 +37,235 @@ _REMOVED = (
 )
 
 
-@app.command(help=__doc__.partition("\n")[0])
+Topic = Annotated[str, typer.Argument(help="topic name", metavar="TOPIC")]
+FromBeginning = Annotated[
+    bool,
+    typer.Option("--from-beginning", help="start at the first record, not behind the last"),
+]
+From = Annotated[str | None, typer.Option("--from", help=f"start there: {positions.EXAMPLES}")]
+To = Annotated[str | None, typer.Option("--to", help="stop before this position; `end`: as of now")]
+Tail = Annotated[
+    int | None,
+    typer.Option(min=1, help="the last so many offsets of each partition, then stop"),
+]
+Follow = Annotated[bool, typer.Option("--follow", help="with --tail: go on")]
+Max = Annotated[int | None, typer.Option("--max", min=1, help="stop after so many printed records")]
+Partition = Annotated[int | None, typer.Option(min=0, help="read only this partition")]
+Offset = Annotated[int | None, typer.Option(min=0, help="start there (needs --partition)")]
+Grep = Annotated[
+    str | None,
+    typer.Option(help="print only records whose key or value matches this regular expression"),
+]
+Group = Annotated[
+    str | None,
+    typer.Option(help="read as a member of this group, and commit what was printed"),
+]
+Isolation = Annotated[str, typer.Option(help="read_committed or read_uncommitted")]
+SilenceMs = Annotated[
+    int | None,
+    typer.Option(
+        "--timeout-ms",
+        parser=duration(1),
+        metavar="DURATION",
+        help="stop when nothing came, or nobody answered, for so long; default: never",
+    ),
+]
+Format = Annotated[
+    str | None,
+    typer.Option(
+        "--format",
+        help=r"as kcat: '%t %p %o %k %v\n'; %T ms, %d date, %h headers, %K and %S lengths",
+    ),
+]
+PrintKey = Annotated[bool, typer.Option("--print-key", help="the key before the value")]
+PrintHeaders = Annotated[bool, typer.Option("--print-headers", help="headers as name=value,…")]
+PrintOffset = Annotated[bool, typer.Option("--print-offset", help="partition and offset")]
+PrintTimestamp = Annotated[bool, typer.Option("--print-timestamp", help="milliseconds since 1970")]
+Separator = Annotated[str, typer.Option(help="between the printed fields")]
+
+
+@app.command()
 def consume(
-    topic: Annotated[str, typer.Argument(help="topic name", metavar="TOPIC")],
-    from_beginning: Annotated[
-        bool,
-        typer.Option("--from-beginning", help="start at the first record, not behind the last"),
-    ] = False,
-    max_records: Annotated[
-        int | None, typer.Option("--max", min=1, help="stop after so many records")
-    ] = None,
-    partition: Annotated[int | None, typer.Option(min=0, help="read only this partition")] = None,
-    offset: Annotated[
-        int | None, typer.Option(min=0, help="start there (needs --partition)")
-    ] = None,
-    group: Annotated[
-        str | None,
-        typer.Option(help="read as a member of this group, and commit what was printed"),
-    ] = None,
-    isolation: Annotated[
-        str, typer.Option(help="read_committed or read_uncommitted")
-    ] = "read_committed",
-    timeout_ms: Annotated[
-        int | None,
-        typer.Option(
-            "--timeout-ms",
-            min=1,
-            help="stop when nothing came, or nobody answered, for so long; default: never",
-        ),
-    ] = None,
-    print_key: Annotated[
-        bool, typer.Option("--print-key", help="the key before the value")
-    ] = False,
-    print_headers: Annotated[
-        bool, typer.Option("--print-headers", help="headers as name=value,…")
-    ] = False,
-    print_offset: Annotated[
-        bool, typer.Option("--print-offset", help="partition and offset")
-    ] = False,
-    print_timestamp: Annotated[
-        bool, typer.Option("--print-timestamp", help="milliseconds since 1970")
-    ] = False,
-    separator: Annotated[str, typer.Option(help="between the printed fields")] = "\t",
+    topic: Topic,
+    from_beginning: FromBeginning = False,
+    begin: From = None,
+    end: To = None,
+    tail: Tail = None,
+    follow: Follow = False,
+    max_records: Max = None,
+    partition: Partition = None,
+    offset: Offset = None,
+    grep: Grep = None,
+    group: Group = None,
+    isolation: Isolation = "read_committed",
+    timeout_ms: SilenceMs = None,
+    format_: Format = None,
+    print_key: PrintKey = False,
+    print_headers: PrintHeaders = False,
+    print_offset: PrintOffset = False,
+    print_timestamp: PrintTimestamp = False,
+    separator: Separator = "\t",
     bootstrap: BootstrapOption = DEFAULT_BOOTSTRAP,
     as_json: AsJson = False,
 ) -> None:
-    """Print the records of a topic; Ctrl-C ends it."""
+    """Print the records of a topic; Ctrl-C ends it.
+
+    Examples: pk consume flights --tail 10 --print-key
+
+              pk consume flights --from 1h --to end --grep JFK --json
+    """
     from pk.client.consumer import Consumer
 
+    bounds = _bounds(begin, end, tail, offset, follow=follow, from_beginning=from_beginning)
     if offset is not None and partition is None:
         raise errors.InvalidOption("--offset needs --partition", option="offset")
-    if offset is not None and from_beginning:
-        raise errors.InvalidOption("--offset and --from-beginning contradict each other")
-    if group is not None and partition is not None:
-        raise errors.InvalidOption("--group shares all partitions: it takes no --partition")
-    shown = _Formatter(print_key, print_headers, print_offset, print_timestamp, separator.encode())
-    line: Callable[[Record], bytes] = _json if as_json else shown.of
-    seconds = None if timeout_ms is None else timeout_ms / 1000
-    left = max_records if max_records is not None else sys.maxsize
+    if group is not None:
+        _check_group(partition, bounds)
+    fields = (print_key, print_headers, print_offset, print_timestamp)
+    line = _line(fields, separator, format_, as_json=as_json)
+    printer = _Printer(
+        line,
+        None if grep is None else _pattern(grep),
+        max_records if max_records is not None else sys.maxsize,
+        None if timeout_ms is None else timeout_ms / 1000,
+        commits=group is not None,
+    )
     options: dict[str, Any] = {
         "isolation_level": isolation,
         "auto_offset_reset": "earliest" if from_beginning else "latest",
-        "max_poll_records": min(10_000, left),
+        "max_poll_records": min(10_000, printer.left),
     }
     if group is not None:
         options |= {"group_id": group, "enable_auto_commit": False}
     with quiet_end(), opened(Consumer(bootstrap, **options), bootstrap) as consumer:
-        _choose(consumer, topic, partition, offset, seconds)
-        _print(consumer, line, left, seconds, commits=group is not None)
+        printer.print(consumer, _chosen(consumer, topic, partition, bounds, printer.seconds))
 
 
-def _print(
-    consumer: Consumer,
-    line: Callable[[Record], bytes],
-    left: int,
-    seconds: float | None,
+def _at_most_one(**given: object) -> None:
+    names = [f"--{name.rstrip('_').replace('_', '-')}" for name, value in given.items() if value]
+    if len(names) > 1:
+        raise errors.InvalidOption(f"{' and '.join(names)} contradict each other: give one")
+
+
+def _check_group(partition: int | None, bounds: _Bounds) -> None:
+    if partition is not None:
+        raise errors.InvalidOption("--group shares all partitions: it takes no --partition")
+    if bounds != (None, None):
+        raise errors.InvalidOption(
+            "--group goes on where the group was: it takes no --from, --to and --tail "
+            "(pk groups reset-offsets moves it)"
+        )
+
+
+def _line(
+    fields: tuple[bool, bool, bool, bool], separator: str, format_: str | None, *, as_json: bool
+) -> Callable[[Record], bytes]:
+    """Return what prints a record: JSON, the caller's format, or fields with a separator."""
+    _at_most_one(json=as_json, format_=format_ is not None, print_options=any(fields))
+    if as_json:
+        return record_text.json_line
+    if format_ is not None:
+        return record_text.format_of(format_)
+    return _Formatter(*fields, separator.encode()).of
+
+
+def _pattern(text: str) -> re.Pattern[bytes]:
+    try:
+        return re.compile(text.encode())
+    except re.error as cause:
+        raise errors.InvalidOption(f"--grep {text!r}: {cause}", option="grep") from None
+
+
+class _Bounds(NamedTuple):
+    """Where to start and to stop; None = as a subscription does, and never."""
+
+    begin: positions.TopicPosition | None
+    end: positions.TopicPosition | None
+
+
+def _bounds(
+    begin: str | None,
+    end: str | None,
+    tail: int | None,
+    offset: int | None,
     *,
-    commits: bool,
-) -> None:
-    """Print at most `left` records; end when nothing came for `seconds`."""
-    out = sys.stdout.buffer
-    last = monotonic_s()
-    while left:
-        polled = consumer.poll(min(_POLL_S, seconds or _POLL_S))
-        records = polled[:left]
-        for record in records:
-            out.write(line(record) + b"\n")
-        out.flush()
-        left -= len(records)
-        now = monotonic_s()
-        if commits and records:
-            _commit(consumer, records, whole=len(records) == len(polled))
-        if records:
-            last = now
-        elif seconds is not None and now - last >= seconds:
-            break
+    follow: bool,
+    from_beginning: bool,
+) -> _Bounds:
+    """Return the bounds of the command's options.  Raises `InvalidOption`."""
+    _at_most_one(from_beginning=from_beginning, from_=begin, tail=tail, offset=offset is not None)
+    if follow and tail is None:
+        raise errors.InvalidOption("--follow goes with --tail; without it, consume goes on anyway")
+    _at_most_one(follow=follow, to=end)
+    now_ms = wall_ms()
+    first = None if begin is None else positions.parse(begin, "--from", now_ms)
+    last = None if end is None else positions.parse(end, "--to", now_ms)
+    if tail is not None:
+        first = positions.TopicPosition(positions.END, tail)
+        if last is None and not follow:
+            last = positions.TopicPosition(positions.END)
+    if offset is not None:
+        first = positions.TopicPosition(positions.OFFSET, offset)
+    return _Bounds(first, last)
+
+
+class _Printer:
+    """Prints the records of a consumer until it shall stop."""
+
+    def __init__(
+        self,
+        line: Callable[[Record], bytes],
+        pattern: re.Pattern[bytes] | None,
+        left: int,
+        seconds: float | None,
+        *,
+        commits: bool,
+    ) -> None:
+        self._line, self._pattern, self._commits = line, pattern, commits
+        self.left = left  #: how many records may still be printed
+        self.seconds = seconds  #: stop when nothing came for so long
+
+    def print(self, consumer: Consumer, stops: Mapping[TopicPartition, int]) -> None:
+        """Print up to `stops`, the offsets before which partitions end; all others never end."""
+        out = sys.stdout.buffer
+        unfinished = dict(stops)
+        last = monotonic_s()
+        while self.left:
+            if stops and not self._open(consumer, unfinished):
+                break
+            polled = consumer.poll(min(_POLL_S, self.seconds or _POLL_S))
+            passed = 0
+            for record in polled:
+                passed += 1
+                if self._wanted(record, stops):
+                    out.write(self._line(record))
+                    self.left -= 1
+                    if not self.left:
+                        break
+            out.flush()
+            now = monotonic_s()
+            if self._commits and passed:
+                _commit(consumer, polled[:passed], whole=passed == len(polled))
+            if polled:
+                last = now
+            elif self.seconds is not None and now - last >= self.seconds:
+                break
+
+    def _wanted(self, record: Record, stops: Mapping[TopicPartition, int]) -> bool:
+        if stops and record.offset >= stops[TopicPartition(record.topic, record.partition)]:
+            return False
+        search = None if self._pattern is None else self._pattern.search
+        return search is None or any(
+            search(data) is not None for data in (record.key, record.value) if data is not None
+        )
+
+    def _open(self, consumer: Consumer, unfinished: dict[TopicPartition, int]) -> bool:
+        """Return whether a partition has not reached its stop yet; others are paused."""
+        for place, stop in list(unfinished.items()):
+            if consumer.position(place, self.seconds) >= stop:
+                del unfinished[place]
+                consumer.pause(place)
+        return bool(unfinished)
 
 
 def _commit(consumer: Consumer, records: Sequence[Record], *, whole: bool) -> None:
@@ -142,21 +279,37 @@ def _commit(consumer: Consumer, records: Sequence[Record], *, whole: bool) -> No
         typer.echo(f"not committed, so other members print it again: {refusal.message}", err=True)
 
 
-def _choose(
-    consumer: Consumer, topic: str, partition: int | None, offset: int | None, seconds: float | None
-) -> None:
+def _chosen(
+    consumer: Consumer,
+    topic: str,
+    partition: int | None,
+    bounds: _Bounds,
+    seconds: float | None,
+) -> Mapping[TopicPartition, int]:
+    """Make the consumer read what was asked for; return the stops of its partitions."""
     places = consumer.partitions_for(topic, timeout_s=seconds)  # fails at once for an unknown topic
-    if partition is None:
+    if partition is None and bounds == (None, None):
         consumer.subscribe([topic])
-        return
-    place = TopicPartition(topic, partition)
-    if place not in places:
-        raise errors.UnknownTopicOrPartition(
-            f"{topic} has no partition {partition}: there are {len(places)}"
-        )
-    consumer.assign([place])
-    if offset is not None:
-        consumer.seek(place, offset)
+        return {}
+    if partition is not None:
+        place = TopicPartition(topic, partition)
+        if place not in places:
+            raise errors.UnknownTopicOrPartition(
+                f"{topic} has no partition {partition}: there are {len(places)}"
+            )
+        places = [place]
+    consumer.assign(places)
+
+    def at_time(time_ms: int) -> dict[TopicPartition, int]:
+        found = consumer.offsets_for_times(dict.fromkeys(places, time_ms), seconds)
+        return {place: at.offset if at else -1 for place, at in found.items()}
+
+    first = consumer.beginning_offsets(places, seconds)
+    last = consumer.end_offsets(places, seconds)
+    if bounds.begin is not None:
+        for place, offset in positions.resolved(bounds.begin, first, last, at_time).items():
+            consumer.seek(place, offset)
+    return {} if bounds.end is None else positions.resolved(bounds.end, first, last, at_time)
 
 
 class _Formatter:
@@ -175,36 +328,8 @@ class _Formatter:
         if self._offset:
             fields.append(b"%d:%d" % (record.partition, record.offset))
         if self._headers:
-            pairs = [name.encode() + b"=" + _shown(value) for name, value in record.headers]
-            fields.append(b",".join(pairs))
+            fields.append(record_text.headers_shown(record))
         if self._key:
-            fields.append(_shown(record.key))
-        fields.append(_shown(record.value))
-        return self._separator.join(fields)
-
-
-def _shown(data: bytes | None) -> bytes:
-    return b"null" if data is None else data
-
-
-def _json(record: Record) -> bytes:
-    """Return a record as a JSON object; bytes that are not utf-8 are in `<name>_base64`."""
-    found: dict[str, Any] = {
-        "topic": record.topic,
-        "partition": record.partition,
-        "offset": record.offset,
-        "timestamp_ms": record.timestamp_ms,
-        **_field("key", record.key),
-        **_field("value", record.value),
-        "headers": [{"name": name, **_field("value", value)} for name, value in record.headers],
-    }
-    return json.dumps(found, ensure_ascii=False).encode()
-
-
-def _field(name: str, data: bytes | None) -> dict[str, Any]:
-    if data is None:
-        return {name: None}
-    try:
-        return {name: data.decode()}
-    except UnicodeDecodeError:
-        return {f"{name}_base64": base64.b64encode(data).decode()}
+            fields.append(record_text.shown(record.key))
+        fields.append(record_text.shown(record.value))
+        return self._separator.join(fields) + b"\n"

@@ -1,4 +1,4 @@
-"""`pk topics`: create, list, describe, alter and delete topics."""
+"""`pk topics`: create, list, describe, alter and delete topics; offsets, deletion of records."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pk import errors
+from pk.cli import topic_offsets
 from pk.cli.common import (
     DEFAULT_BOOTSTRAP,
     AsJson,
@@ -81,6 +82,9 @@ def create(
     partitions: Annotated[
         int | None, typer.Option(min=1, help="default: the server's default_num_partitions")
     ] = None,
+    replication_factor: Annotated[
+        int | None, typer.Option(min=1, help="default: the server's default_replication_factor")
+    ] = None,
     config: Configs = None,
     if_not_exists: Annotated[
         bool, typer.Option("--if-not-exists", help="a topic that is there already is fine")
@@ -94,7 +98,7 @@ def create(
 
     configs = pairs(config, "--config")
     with quiet_end(), _admin(bootstrap) as admin:
-        new = [NewTopic(name, partitions or 0, configs) for name in names]
+        new = [NewTopic(n, partitions or 0, configs, replication_factor or 0) for n in names]
         results = admin.create_topics(new, timeout_s=timeout_ms / 1000)
         if if_not_exists:
             results = [_forgiven(result) for result in results]
@@ -133,6 +137,9 @@ def describe(
     names: Annotated[
         list[str] | None, typer.Argument(help="topic names; default: all", metavar="[TOPIC]…")
     ] = None,
+    all_configs: Annotated[
+        bool, typer.Option("--all-configs", help="all settings, and where each value comes from")
+    ] = False,
     bootstrap: BootstrapOption = DEFAULT_BOOTSTRAP,
     timeout_ms: TimeoutMs = 60_000,
     as_json: AsJson = False,
@@ -144,16 +151,17 @@ def describe(
         by_name: dict[str, list[PartitionDescription]] = {}
         for each in found:
             by_name.setdefault(each.topic, []).append(each)
-        settings = {
-            name: {
-                entry.name: entry.value
-                for entry in admin.describe_configs(name, timeout_s=seconds())
-                if entry.source == "topic"
-            }
-            for name in by_name
-        }
+        listed = {name: admin.describe_configs(name, timeout_s=seconds()) for name in by_name}
+    settings = {
+        name: {entry.name: entry.value for entry in entries if entry.source == "topic"}
+        for name, entries in listed.items()
+    }
     if as_json:
-        say({"topics": [_object(n, ps, settings[n]) for n, ps in by_name.items()]})
+        objects = [_object(n, ps, settings[n]) for n, ps in by_name.items()]
+        if all_configs:
+            for each in objects:
+                each["all_configs"] = [asdict(entry) for entry in listed[each["name"]]]
+        say({"topics": objects})
         return
     with quiet_end():
         for name, partitions in by_name.items():
@@ -172,6 +180,9 @@ def describe(
                     typer.echo(f"partition {each.partition}: under-replicated, without {missing}")
                 if each.oldest_transaction is not None:
                     typer.echo(f"partition {each.partition}: {_held_back(each.oldest_transaction)}")
+            if all_configs:
+                rows = [(entry.name, entry.value, entry.source) for entry in listed[name]]
+                table(["setting", "value", "from"], rows)
 
 
 def _held_back(oldest: OpenTransaction) -> str:
@@ -324,3 +335,7 @@ def elect_leaders(
                 typer.echo("no election was needed")
     if any(error is not None for error in needed.values()):
         raise SystemExit(1)
+
+
+app.command("offsets")(topic_offsets.offsets)
+app.command("delete-records")(topic_offsets.delete_records)
