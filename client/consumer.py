@@ -24,6 +24,7 @@ import pyarrow as pa
 
 from pk import errors
 from pk.client import arguments, connection
+from pk.client.consumer_metrics import ConsumedCounts, ConsumerMetrics
 from pk.client.deserialization import OnDeserializeError, RecordDeserializer, RowFailed
 from pk.client.fetch_buffer import FetchBuffer, FetchedRows, UndecodableBatch
 from pk.client.fetch_engine import FetchEngine
@@ -51,7 +52,7 @@ class OffsetAndTimestamp(NamedTuple):
     timestamp_ms: int
 
 
-class Consumer(GroupConsumer, SnapshotConsumer):
+class Consumer(GroupConsumer, SnapshotConsumer, ConsumerMetrics):
     """Reads records of assigned or subscribed partitions.  For one thread at a time.
 
     bootstrap: "host:port,…", or a list of addresses.
@@ -86,6 +87,7 @@ class Consumer(GroupConsumer, SnapshotConsumer):
         )
         self._wakeup = WakeupSignal()
         self._one_thread = OneThread()
+        self._counts = ConsumedCounts()
         self._lines: deque[ConsumerRecords] = deque()  #: rows that are handed out record by record
         #: by node: bytes consumed whose credit is not returned yet
         self._eaten: dict[int, int] = {}
@@ -289,6 +291,7 @@ class Consumer(GroupConsumer, SnapshotConsumer):
     def _put_back(self, slices: Sequence[FetchedRows]) -> None:
         """Put rows back, to be returned next and in this order."""
         for each in reversed(slices):
+            self._counts.records -= each.rows.num_rows
             self._fetch_buffer.put_back(each)
 
     def _gather(self, limit: int, timeout_s: float, *, cut: bool) -> list[FetchedRows]:
@@ -309,7 +312,9 @@ class Consumer(GroupConsumer, SnapshotConsumer):
                         break
                     found.append(item)
                     limit -= item.rows.num_rows
+                    self._counts.records += item.rows.num_rows
                 if found:
+                    self._counts.polls += 1
                     return found
                 deadline = self._wait(deadline, timeout_s)
                 if deadline is None:

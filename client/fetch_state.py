@@ -13,8 +13,8 @@ class AssignedPartition:
 
     __slots__ = (
         "asking", "assigned_id", "backoff", "bound_id", "failing_ms", "fetched_epoch", "halted",
-        "key", "leader", "next", "node", "paused", "place", "position_id", "retry_ms", "set_id",
-        "special",
+        "high_watermark", "key", "last_stable_offset", "leader", "next", "node", "paused", "place",
+        "position_id", "retry_ms", "set_id", "special",
     )  # fmt: skip
 
     def __init__(self, place: TopicPartition, assigned_id: int, backoff: Backoff) -> None:
@@ -32,6 +32,8 @@ class AssignedPartition:
         self.set_id = 0  #: id of the last setting on a stream; frames with another are refused
         #: leader epoch of the offset before the frontier (KIP-320); NONE = unknown
         self.fetched_epoch = NONE
+        self.high_watermark = NONE  #: as the last fetch said; NONE = none was answered
+        self.last_stable_offset = NONE
         self.paused = False
         self.halted = False  #: an error was reported; fetching waits for a seek
         self.retry_ms = 0

@@ -101,6 +101,21 @@ class Fetcher:
     def assignment(self) -> list[TopicPartition]:
         return list(self._partitions)
 
+    def readable_end(self, place: TopicPartition, *, committed: bool) -> int | None:
+        """Return the last readable offset that a fetch named; None = not known.  Safe in any
+        thread.
+        """
+        state = self._partitions.get(place)
+        if state is None:
+            return None
+        end = state.last_stable_offset if committed else state.high_watermark
+        return None if end < 0 else end
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Return the bytes that were fetched and not consumed yet.  Safe in any thread."""
+        return sum(session.buffered for session in list(self._sessions.values()))
+
     def position_id(self, place: TopicPartition) -> int | None:
         """Return the current position id; data with an older id is void (F4).  Safe in any
         thread.
@@ -287,6 +302,8 @@ class Fetcher:
             return
         state.backoff.reset()
         state.failing_ms = None
+        state.high_watermark = event.high_watermark
+        state.last_stable_offset = event.last_stable_offset
         position, state.next = state.next, max(state.next, event.next_offset)
         if size or state.next > position:
             state.fetched_epoch = last_epoch(event.payload, state.next)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import concurrent.futures
+import contextlib
+from collections.abc import Callable, Generator
 from typing import Any, Generic, TypeVar, cast
 
 import msgspec
@@ -55,6 +58,46 @@ class _Future(msgspec.Struct, Generic[T], gc=False, eq=False):
         must not block.
         """
         self._records.call_when_known(self._index, lambda: callback(self))
+
+    def __await__(self) -> Generator[Any, None, T]:
+        """Wait in a coroutine of any event loop; its result and errors are those of `result`.
+
+        A coroutine that is cancelled stops waiting; the record is sent all the same.
+        """
+        loop = asyncio.get_running_loop()
+        waiting: asyncio.Future[T] = loop.create_future()
+
+        def settle() -> None:
+            if not waiting.done():
+                outcome = self._records.outcome(self._index)
+                if isinstance(outcome, errors.PkError):
+                    waiting.set_exception(outcome)
+                else:
+                    waiting.set_result(cast("T", outcome))
+
+        def known(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the caller's loop has ended
+                loop.call_soon_threadsafe(settle)
+
+        self.add_done_callback(known)
+        return waiting.__await__()
+
+    def as_concurrent(self) -> concurrent.futures.Future[T]:
+        """Return a future of concurrent.futures with the same outcome, for `wait`, `as_completed`
+        and `asyncio.wrap_future`.  It cannot be cancelled.
+        """
+        made: concurrent.futures.Future[T] = concurrent.futures.Future()
+        made.set_running_or_notify_cancel()
+
+        def known(_: object) -> None:
+            outcome = self._records.outcome(self._index)
+            if isinstance(outcome, errors.PkError):
+                made.set_exception(outcome)
+            else:
+                made.set_result(cast("T", outcome))
+
+        self.add_done_callback(known)
+        return made
 
     def _wait(self, timeout: float | None) -> T | errors.PkError:
         records, index = self._records, self._index

@@ -1,0 +1,101 @@
+"""Futures that coroutines and executors wait for, and the metrics of a consumer, on a real
+server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from pk import AdminClient, Consumer, Producer, TopicPartition, errors
+from pk.cli.embedded import EmbeddedServer
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
+    with EmbeddedServer(tmp_path_factory.mktemp("waits") / "pk") as running:
+        with AdminClient(running.address) as admin:
+            for topic in ("awaited", "lagging"):
+                admin.create_topic(topic, partitions=1)
+        yield running
+
+
+def test_a_coroutine_awaits_sends(server: EmbeddedServer) -> None:
+    async def sends(producer: Producer) -> list[Any]:
+        futures = [producer.send("awaited", b"%d" % number) for number in range(100)]
+        stored = [await future for future in futures]
+        batch = pa.record_batch([pa.array([b"a", b"b"])], names=["value"])
+        stored += await producer.send_batch("awaited", batch)
+        again = await asyncio.wait_for(futures[0], 10)
+        assert again == stored[0]
+        one, two = await asyncio.gather(
+            producer.send("awaited", b"x"), producer.send("awaited", b"y")
+        )
+        assert two.offset == one.offset + 1
+        with pytest.raises(errors.RecordTooLarge):
+            await producer.send("awaited", bytes(9 << 20))
+        return stored
+
+    with Producer(server.address, max_request_size="16MiB") as producer:
+        stored = asyncio.run(sends(producer))
+    assert [each.offset for each in stored[:100]] == list(range(100))
+    assert stored[100].base_offset == 100
+
+
+def test_an_await_that_is_cancelled_leaves_the_record(server: EmbeddedServer) -> None:
+    async def cancelled(producer: Producer) -> int:
+        future = producer.send("awaited", b"late")
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(future, 0.0001)
+        return (await future).offset
+
+    with Producer(server.address, linger_ms=200) as producer:
+        assert asyncio.run(cancelled(producer)) > 0
+
+
+def test_executors_wait_for_sends(server: EmbeddedServer) -> None:
+    with Producer(server.address) as producer:
+        futures = [producer.send("awaited", b"v").as_concurrent() for _ in range(10)]
+        done, open_ = concurrent.futures.wait(futures, timeout=30)
+        assert not open_
+        assert len({each.result().offset for each in done}) == 10
+
+        async def wrapped() -> int:
+            future = producer.send("awaited", b"w").as_concurrent()
+            return (await asyncio.wrap_future(future)).offset
+
+        assert asyncio.run(wrapped()) > 0
+
+
+def test_a_consumer_tells_its_lag_and_counts(server: EmbeddedServer) -> None:
+    place = TopicPartition("lagging", 0)
+    with Producer(server.address) as producer:
+        for number in range(10):
+            producer.send("lagging", b"x" if number == 3 else b"%d" % number)
+        producer.flush()
+    options: dict[str, Any] = {"value_deserializer": "json", "on_deserialize_error": "skip"}
+    with Consumer(
+        server.address, auto_offset_reset="earliest", max_poll_records=5, **options
+    ) as consumer:
+        consumer.assign([place])
+        assert consumer.current_lag(place) is None
+        assert consumer.metrics()["records_lag"] == {place: None}
+        assert [record.offset for record in consumer.poll(10)] == [0, 1, 2, 4]
+        assert consumer.current_lag(place) == 5
+        told = consumer.metrics()
+        assert told["records_lag_max"] == 5
+        assert told["records_consumed_total"] == 5
+        assert told["records_skipped_total"] == 1
+        assert told["polls_total"] == 1
+        assert len(consumer.poll(10)) == 5
+        assert consumer.current_lag(place) == 0
+        assert consumer.current_lag(TopicPartition("lagging", 1)) is None
+        consumer.seek(place, 8)
+        assert consumer.current_lag(place) == 2
