@@ -1,4 +1,4 @@
-"""What a consumer tells of itself: counters, the fill of its buffer, and its lag.
+"""The metrics of a consumer: counters, the fill of its buffer, and its lag.
 
 The lag of a partition is the distance from the consumer's position to the last readable offset that
 a broker named in a fetch: the last stable offset with read_committed, else the high watermark.  It
