@@ -85,6 +85,8 @@ GOOD: dict[type, dict[str, dict[str, Any]]] = {
         "pause": {"partitions": T0},
         "resume": {"partitions": T0},
         "paused": {},
+        "current_lag": {"partition": T0},
+        "metrics": {},
         "poll": TIMED,
         "poll_batches": TIMED,
         "position": {"partition": T0, **TIMED},

@@ -143,6 +143,8 @@ CONSUMER_CALLS: dict[str, Callable[[Any], Any]] = {
     "seek_to_beginning": lambda c: assigned(c, c.seek_to_beginning),
     "seek_to_end": lambda c: assigned(c, c.seek_to_end),
     "seek_to_snapshot": lambda c: assigned(c, lambda: c.seek_to_snapshot("t", S)),
+    "current_lag": lambda c: assigned(c, lambda: c.current_lag(T0)),
+    "metrics": lambda c: c.metrics(),
     "pause": lambda c: assigned(c, lambda: c.pause(T0)),
     "resume": lambda c: assigned(c, lambda: c.resume(T0)),
     "paused": lambda c: c.paused(),
