@@ -33,7 +33,7 @@ class DeadLetterTopic:
     def __init__(self, topic: str, producer: Producer) -> None:
         """topic: another one than those that are read.  producer: it stays the caller's."""
         self._topic = arguments.topic(topic)
-        if not isinstance(producer, Producer) or not producer.takes_bytes:
+        if not isinstance(producer, Producer) or not producer._takes_bytes:
             raise errors.InvalidOption(
                 "producer must be a Producer without serializers, because keys and values are sent "
                 f"as they were; not {arguments.shown(producer)}",

@@ -69,7 +69,7 @@ class Producer(ProducerTransactions):
         self._value_serializer = serializer(value_serializer, "value_serializer")
         self._accumulators: dict[str, RecordAccumulator] = {}
         #: The types that the fast path of `send` accepts.
-        self._fast: dict[str, RecordAccumulator] = self._accumulators if self.takes_bytes else {}
+        self._fast: dict[str, RecordAccumulator] = self._accumulators if self._takes_bytes else {}
         self._poked = False
         self._closed = False
         self._ending = threading.Lock()
@@ -82,7 +82,7 @@ class Producer(ProducerTransactions):
         connection.close_at_exit(self, self.close, self._forked)
 
     @property
-    def takes_bytes(self) -> bool:
+    def _takes_bytes(self) -> bool:
         """Whether keys and values are sent as they are given: there is no serializer."""
         return self._key_serializer is None and self._value_serializer is None
 
