@@ -79,6 +79,7 @@ class LocalLog:
         self.synced_by_lane: Offset = synced_end
         self.synced_by_loop: Offset = 0
         self.cuts = 0  #: how often the log was cut back: what was read before is void
+        self.drops = 0  #: how often segments were dropped; bytes read before are still right
         self.retired = False  #: the partition is being closed or deleted
         self.closed = False
 
@@ -141,6 +142,7 @@ class LocalLog:
         """Hide the oldest segments from readers.  Their files still exist."""
         assert list(gone) == list(self.segments[: len(gone)]), "segments go from the oldest on"
         self.segments = self.segments[len(gone) :]
+        self.drops += 1
         for segment in gone:
             segment.dropped = True
             self.cache.forget(segment)

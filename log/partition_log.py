@@ -248,6 +248,13 @@ class PartitionLog:
         return self._local.cuts
 
     @property
+    def reshapes(self) -> int:
+        """How often segments were cut, swapped or dropped.  After that, `aborted_in` may lack
+        transactions of records that were read before.
+        """
+        return self._local.voided + self._local.drops
+
+    @property
     def torn(self) -> bool:
         """A cut failed half-way.  The log must be re-opened (`reopen`) before it is used."""
         return self._writer.torn
@@ -480,7 +487,10 @@ class PartitionLog:
         return self._reader.sample_offsets(start, end, samples_max)
 
     def aborted_in(self, start: Offset, end: Offset, limit: int | None = None) -> AbortedPage:
-        """Aborted transactions with records in `[start, end)`; see `log.aborted.find`."""
+        """Aborted transactions with records in `[start, end)`; see `log.aborted.find`.
+
+        They are those of the present segments; see `reshapes` for records that were read before.
+        """
         return self._reader.aborted_in(start, end, limit)
 
     def last_stable_offset(self, high_watermark: Offset) -> Offset:

@@ -37,6 +37,8 @@ Invariants
       the log may have been truncated, and filled by the next leader, before the disk was read.
   E7  A frame names a bounded number of aborted transactions.  An entry that would need more covers
       fewer batches, and one for which no room is left waits for the next frame.
+  E8  The aborted transactions of an entry are those of the segments that its bytes were read from.
+      If segments were dropped or swapped during the read, the position is read again.
 """
 
 from __future__ import annotations
@@ -79,6 +81,7 @@ class _Plan(NamedTuple):
     partition: Partition
     bound: Offset
     leader: Leader | None  #: the leader epoch of the log that is read (E6)
+    reshapes: int  #: of the log before the read (E8)
     stored: bool = False  #: whether records below log_start are read too, for a replica
 
 
@@ -335,7 +338,7 @@ class FetchStream:
                 self.entry(reply, position, partition).next_offset = position.next_offset
                 self._session.served(position, position.next_offset)
             return None
-        return _Plan(position, partition, bound, partition.leader)
+        return _Plan(position, partition, bound, partition.leader, partition.log.reshapes)
 
     def _add(
         self,
@@ -364,6 +367,9 @@ class FetchStream:
         assert read is not None
         told: Sequence[AbortedTransaction] = ()
         if session.isolation == READ_COMMITTED:
+            if partition.log.reshapes != plan.reshapes:
+                session.again(position)  # E8
+                return 0
             room = aborted_lists.REPLY_MAX - sum(len(each.aborted) for each in reply.partitions)
             if room <= 0:
                 session.again(position)  # E7
@@ -447,7 +453,8 @@ class FetchStream:
         if found is None:
             return None
         partition, bound = found
-        return _Plan(position, partition, bound, partition.leader, stored=True)
+        reshapes = partition.log.reshapes
+        return _Plan(position, partition, bound, partition.leader, reshapes, stored=True)
 
     def position(self, key: PartitionKey) -> Position | None:
         """Return the present position of this id, if it still exists."""
@@ -566,7 +573,7 @@ def _read_all(
     out.
     """
     done: list[tuple[Read | None, errors.PkError | None]] = []
-    for position, partition, bound, _, stored in plans:
+    for position, partition, bound, _, _, stored in plans:
         if room <= 0:
             break
         try:
