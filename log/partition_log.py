@@ -87,6 +87,8 @@ class PartitionLog:
         cache: IndexCache,
     ) -> None:
         self.topic_partition = topic_partition
+        self.bytes_in = 0  #: of batches that clients stored since the log was opened
+        self.bytes_out = 0  #: that consumers read from it since then
         self.topic_id = topic_id
         self.path = path  #: path of the directory, relative to the storage's root
         self.epochs: LeaderEpochs = loaded.epochs

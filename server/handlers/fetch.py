@@ -387,6 +387,8 @@ class FetchStream:
         aborted_lists.add_all(entry, told)
         if read.data:
             pieces.append(read.data)
+            if self._replica is None:
+                partition.log.bytes_out += len(read.data)
         session.served(position, read.next_offset)
         if not session.current(position):
             self._unwatch(position.key)  # a bounded scan that is complete

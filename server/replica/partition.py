@@ -71,8 +71,7 @@ class Partition:
         self.leader: Leader | None = None  #: while it is LEADING
         self.replica: Follows | None = None  #: while it is FOLLOWING
         self.leader_hint: NodeId = NONE
-        #: Whether other replicas were in sync when this replica last led or followed.
-        self.others = False
+        self.others = False  #: other replicas were in sync when this one last led or followed
         self.unclean = False  #: the current epoch came from an unclean election (rules R3, T4)
         self.marker_listener: MarkerListener | None = None  #: the host of an internal partition
         self._watchers: dict[Watcher, None] = {}
@@ -230,6 +229,7 @@ class Partition:
             self._wait_with_original(delayed, leader)
             return
         delayed.size = decided.size
+        self.log.bytes_in += decided.size
         self._inflight.append(delayed)
         self.writer.submit(self, decided.size)
 

@@ -288,6 +288,8 @@ SERVER = Options(
         Option("listen", str, "127.0.0.1:9292", "address to which the broker binds"),
         Option("advertise", str, "", "address that clients connect to; empty = listen"),
         Option("metrics", str, "", "HOST:PORT of the Prometheus and health endpoint; empty = none"),
+        Option("metrics_partition_limit", int, 1_000,
+               "the partitions that have metrics of their own; 0 = none", "", 0, 100_000),
         Option("rack", str, "", "failure domain of this node"),
         Option("tier_url", str, "", "object store of the tier (file://…, s3://…); empty = no tier"),
         Option("tier_endpoint_url", str, "", "S3 endpoint if not AWS"),

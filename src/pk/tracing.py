@@ -25,12 +25,15 @@ from prometheus_client import (
     Gauge,
     Histogram,
     ProcessCollector,
+    disable_created_metrics,
     generate_latest,
 )
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from pk import errors
 from pk.clock import Clock
+
+disable_created_metrics()  # a time series for each counter and histogram, which says little
 
 #: Upper bounds of latency histograms, in milliseconds.
 LATENCY_MS = (0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000)

@@ -1,0 +1,112 @@
+"""The metrics of each topic and partition, made when Prometheus asks and never in between.
+
+A collector reads the offsets and counters that partitions have anyway, so that a broker that is not
+scraped pays nothing.  Brokers export the partitions that they lead, in the order of topic and
+number, at most `metrics_partition_limit`; `pk_partitions_without_metrics` says how many are left
+out.  Rates are Prometheus' business: the log end offset is the number of records in, the bytes are
+totals since the partition came to this process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from pk.server.replica.partition import Partition
+from pk.types import PartitionKey
+
+_LABELS = ("topic", "partition")
+
+Reading = Callable[[Partition], float]
+
+#: name → (meaning, reading)
+_GAUGES: Mapping[str, tuple[str, Reading]] = {
+    "pk_partition_log_start_offset": (
+        "first offset that readers get, in the log or in the table",
+        lambda partition: partition.log.log_start,
+    ),
+    "pk_partition_local_log_start_offset": (
+        "first offset of the local log",
+        lambda partition: partition.log.local_log_start,
+    ),
+    "pk_partition_log_end_offset": (
+        "offset of the next record: its rate is that of records in",
+        lambda partition: partition.log.written_end,
+    ),
+    "pk_partition_high_watermark": (
+        "offset below which all in-sync replicas have the records",
+        lambda partition: partition.high_watermark,
+    ),
+    "pk_partition_last_stable_offset": (
+        "offset below which read_committed readers get the records",
+        lambda partition: partition.last_stable_offset,
+    ),
+    "pk_partition_tiered_end_offset": (
+        "offset below which the Delta table has the records; -1 = not tiered",
+        lambda partition: partition.log.tiered_end if partition.tiered else -1,
+    ),
+    "pk_partition_local_bytes": (
+        "bytes of the local log",
+        lambda partition: partition.log.size_bytes,
+    ),
+    "pk_partition_leader_epoch": (
+        "epoch of this leadership",
+        lambda partition: partition.leader_epoch,
+    ),
+    "pk_partition_replicas": (
+        "assigned replicas",
+        lambda partition: 0 if partition.leader is None else len(partition.leader.replicas),
+    ),
+    "pk_partition_in_sync_replicas": (
+        "replicas that are in sync",
+        lambda partition: 0 if partition.leader is None else len(partition.leader.isr),
+    ),
+}
+_COUNTERS: Mapping[str, tuple[str, Reading]] = {
+    "pk_partition_bytes_in": (
+        "bytes of batches that producers stored",
+        lambda partition: partition.log.bytes_in,
+    ),
+    "pk_partition_bytes_out": (
+        "bytes that consumers got from the local log",
+        lambda partition: partition.log.bytes_out,
+    ),
+}
+
+
+class PartitionCollector(Collector):
+    """Reads the partitions that this broker leads, for one scrape."""
+
+    def __init__(self, partitions: Mapping[PartitionKey, Partition], limit: int) -> None:
+        self._partitions = partitions
+        self._limit = limit
+
+    def describe(self) -> Iterable[Metric]:
+        """Return no names: registering the collector then reads nothing."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the metrics of this moment."""
+        led = [each for each in self._partitions.values() if each.leader is not None]
+        led.sort(key=lambda each: (each.topic, each.key))
+        shown = led[: self._limit]
+        found: list[Metric] = []
+        for name, (doc, reading) in _GAUGES.items():
+            found.append(_filled(GaugeMetricFamily(name, doc, labels=_LABELS), shown, reading))
+        for name, (doc, reading) in _COUNTERS.items():
+            found.append(_filled(CounterMetricFamily(name, doc, labels=_LABELS), shown, reading))
+        left_out = "partitions led here without metrics of their own (metrics_partition_limit)"
+        found.append(
+            GaugeMetricFamily("pk_partitions_without_metrics", left_out, len(led) - len(shown))
+        )
+        return found
+
+
+def _filled(family: Any, partitions: Iterable[Partition], reading: Reading) -> Metric:
+    for each in partitions:
+        family.add_metric((each.topic, str(each.log.topic_partition.partition)), reading(each))
+    made: Metric = family
+    return made
