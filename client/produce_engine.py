@@ -31,6 +31,7 @@ from pk.client.endings import given_up
 from pk.client.network_client import NetworkClient
 from pk.client.partitioner import Sticky
 from pk.client.producer_batch import InFlightRequest, PartitionResponse, ProducerBatch
+from pk.client.producer_metrics import ProducedCounts
 from pk.client.record_set import RecordSet, resolve
 from pk.client.rows import batch_limit
 from pk.client.sender import Sender
@@ -81,6 +82,7 @@ class ProduceEngine:
         self.options = options
         self.compute = compute
         self.pool = BufferPool(options["buffer_memory"])
+        self.counts = ProducedCounts()
         self.monitor = Monitor()  #: notified when a record's outcome is known
         self.accumulators: dict[str, RecordAccumulator] = {}
         self.fatal: errors.PkError | None = None
@@ -286,6 +288,7 @@ class ProduceEngine:
 
     def _settle(self, batch: ProducerBatch, response: PartitionResponse) -> None:
         self.pool.release(batch.size)
+        self.counts.settled(batch.count, response.error is not None)
         stamp, error = response.append_time_ms, response.error
         resolve(batch.slices, response.base_offset, append_time_ms=stamp, error=error)
         for each in batch.slices:

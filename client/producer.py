@@ -28,6 +28,7 @@ from pk.client.metadata import TopicMetadata
 from pk.client.network_client import NetworkClient
 from pk.client.options import bootstrap_of, network_options, producer_options
 from pk.client.produce_engine import ProduceEngine
+from pk.client.producer_metrics import ProducerMetrics
 from pk.client.producer_transactions import ProducerTransactions
 from pk.client.record_set import Headers, OnDelivery, RecordSet
 from pk.client.rows import normalise
@@ -38,7 +39,7 @@ from pk.clock import monotonic_s
 _CLOSE_S = 30.0
 
 
-class Producer(ProducerTransactions):
+class Producer(ProducerTransactions, ProducerMetrics):
     """Sends records to topics.  Safe to share between threads.
 
     bootstrap: "host:port,…", or a list of addresses.

@@ -120,6 +120,10 @@ class Sender:
             BeginTransaction: self._on_begin, FailTransaction: self._on_fail,
         }  # fmt: skip
 
+    @property
+    def requests_in_flight(self) -> int:
+        return len(self._in_flight)
+
     def step(self, event: SenderEvent, now_ms: int) -> Sequence[Effect]:
         """Handle `event`; returns the effects that the shell performs in order."""
         self._effects = []

@@ -99,3 +99,17 @@ def test_a_consumer_tells_its_lag_and_counts(server: EmbeddedServer) -> None:
         assert consumer.current_lag(TopicPartition("lagging", 1)) is None
         consumer.seek(place, 8)
         assert consumer.current_lag(place) == 2
+
+
+def test_a_producer_counts_outcomes_and_what_waits(server: EmbeddedServer) -> None:
+    with Producer(server.address, linger_ms=60_000) as producer:
+        none = {"records_failed_total": 0, "requests_in_flight": 0}
+        assert none.items() <= producer.metrics().items()
+        futures = [producer.send("awaited", b"v") for _ in range(10)]
+        while not producer.metrics()["buffer_used_bytes"]:
+            assert not futures[0].done()
+        producer.flush()
+        told = producer.metrics()
+        assert told["records_acknowledged_total"] == 10
+        assert told["batches_acknowledged_total"] == 1
+        assert told["records_failed_total"] == told["requests_in_flight"] == 0

@@ -62,6 +62,7 @@ GOOD: dict[type, dict[str, dict[str, Any]]] = {
         },
         "send_batch": {"topic": "t", "batch": ROWS},
         "partitions_for": {"topic": "t", **TIMED},
+        "metrics": {},
         "flush": TIMED,
         "close": TIMED,
         "init_transactions": TIMED,
