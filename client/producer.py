@@ -28,7 +28,6 @@ from pk.client.metadata import TopicMetadata
 from pk.client.network_client import NetworkClient
 from pk.client.options import bootstrap_of, network_options, producer_options
 from pk.client.produce_engine import ProduceEngine
-from pk.client.producer_metrics import ProducerMetrics
 from pk.client.producer_transactions import ProducerTransactions
 from pk.client.record_set import Headers, OnDelivery, RecordSet
 from pk.client.rows import normalise
@@ -39,7 +38,7 @@ from pk.clock import monotonic_s
 _CLOSE_S = 30.0
 
 
-class Producer(ProducerTransactions, ProducerMetrics):
+class Producer(ProducerTransactions):
     """Sends records to topics.  Safe to share between threads.
 
     bootstrap: "host:port,…", or a list of addresses.
@@ -285,6 +284,14 @@ class Producer(ProducerTransactions, ProducerMetrics):
         return BatchFuture(records)
 
     # -- the rest ----------------------------------------------------------------------------------
+
+    def metrics(self) -> dict[str, int]:
+        """Return the metrics as numbers.  Safe in any thread.
+
+        records_acknowledged_total, batches_acknowledged_total, records_failed_total;
+        buffer_used_bytes of buffer_memory; requests_in_flight.
+        """
+        return self._engine.metrics()
 
     def partitions_for(self, topic: str, timeout_s: float | None = None) -> int:
         """How many partitions a topic has.
