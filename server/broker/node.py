@@ -453,7 +453,7 @@ def open_disks(run: RunConfig) -> list[Disk]:
 
 async def _serve_process(process: RoleContext) -> None:
     from pk.server.broker.cleaner_child import CleanerChild
-    from pk.server.broker.partition_metrics import PartitionCollector
+    from pk.server.broker.partition_metrics import PartitionMetrics
     from pk.server.node.metrics_endpoint import serve_metrics
 
     disks = open_disks(process.run)
@@ -470,7 +470,7 @@ async def _serve_process(process: RoleContext) -> None:
     )
     process.memory.find_frame_bytes_max = node.frame_bytes_max
     limit = process.run.server["metrics_partition_limit"]
-    process.metrics.registry.register(PartitionCollector(node.core.partitions, limit))
+    process.metrics.at_scrape(PartitionMetrics(node.core.partitions, limit).families)
     tasks = TaskRegistry(awaited)
     stopping = tasks.spawn(process.stopping.wait())
     starting = tasks.spawn(node.start())

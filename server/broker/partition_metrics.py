@@ -1,7 +1,7 @@
 """The metrics of each topic and partition, made when Prometheus asks and never in between.
 
-A collector reads the offsets and counters that partitions have anyway, so that a broker that is not
-scraped pays nothing.  Brokers export the partitions that they lead, in the order of topic and
+The broker reads the offsets and counters that its partitions have anyway, so that a broker that is
+not scraped pays nothing.  Brokers export the partitions that they lead, in the order of topic and
 number, at most `metrics_partition_limit`; `pk_partitions_without_metrics` says how many are left
 out.  Rates are Prometheus' business: the log end offset is the number of records in, the bytes are
 totals since the partition came to this process.
@@ -9,13 +9,10 @@ totals since the partition came to this process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
-
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from collections.abc import Callable, Iterator, Mapping
 
 from pk.server.replica.partition import Partition
+from pk.tracing import Family
 from pk.types import PartitionKey
 
 _LABELS = ("topic", "partition")
@@ -77,36 +74,27 @@ _COUNTERS: Mapping[str, tuple[str, Reading]] = {
 }
 
 
-class PartitionCollector(Collector):
+class PartitionMetrics:
     """Reads the partitions that this broker leads, for one scrape."""
 
     def __init__(self, partitions: Mapping[PartitionKey, Partition], limit: int) -> None:
         self._partitions = partitions
         self._limit = limit
 
-    def describe(self) -> Iterable[Metric]:
-        """Return no names: registering the collector then reads nothing."""
-        return ()
-
-    def collect(self) -> Iterable[Metric]:
-        """Return the metrics of this moment."""
+    def families(self) -> Iterator[Family]:
+        """Yield the metrics of this moment."""
         led = [each for each in self._partitions.values() if each.leader is not None]
         led.sort(key=lambda each: (each.topic, each.key))
-        shown = led[: self._limit]
-        found: list[Metric] = []
-        for name, (doc, reading) in _GAUGES.items():
-            found.append(_filled(GaugeMetricFamily(name, doc, labels=_LABELS), shown, reading))
-        for name, (doc, reading) in _COUNTERS.items():
-            found.append(_filled(CounterMetricFamily(name, doc, labels=_LABELS), shown, reading))
+        shown = [
+            ((each.topic, str(each.log.topic_partition.partition)), each)
+            for each in led[: self._limit]
+        ]
+        for kind, table in (("gauge", _GAUGES), ("counter", _COUNTERS)):
+            for name, (doc, reading) in table.items():
+                yield Family(
+                    kind, name, doc, _LABELS, [(labels, reading(each)) for labels, each in shown]
+                )
         left_out = "partitions led here without metrics of their own (metrics_partition_limit)"
-        found.append(
-            GaugeMetricFamily("pk_partitions_without_metrics", left_out, len(led) - len(shown))
+        yield Family(
+            "gauge", "pk_partitions_without_metrics", left_out, (), [((), len(led) - len(shown))]
         )
-        return found
-
-
-def _filled(family: Any, partitions: Iterable[Partition], reading: Reading) -> Metric:
-    for each in partitions:
-        family.add_metric((each.topic, str(each.log.topic_partition.partition)), reading(each))
-    made: Metric = family
-    return made

@@ -16,8 +16,8 @@ import datetime
 import json
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
-from typing import IO, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import IO, Any, NamedTuple
 
 from prometheus_client import (
     CollectorRegistry,
@@ -28,12 +28,15 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
 
 from pk import errors
 from pk.clock import Clock
 
-disable_created_metrics()  # a time series for each counter and histogram, which says little
+# These are a time series for each counter and histogram, and say little.
+disable_created_metrics()  # type: ignore[no-untyped-call]  # the library has no type here
 
 #: Upper bounds of latency histograms, in milliseconds.
 LATENCY_MS = (0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000)
@@ -90,6 +93,35 @@ class Log:
         self._line("BUG", where, {"error": repr(error), "trace": trace})
 
 
+class Family(NamedTuple):
+    """A metric with its samples, made for one scrape."""
+
+    kind: str  #: gauge or counter
+    name: str  #: with the prefix; a counter's gets `_total`
+    doc: str
+    labels: Sequence[str]
+    samples: Sequence[tuple[Sequence[str], float]]  #: values of the labels, and the value
+
+
+class _AtScrape(Collector):
+    """Asks for families when the registry is scraped."""
+
+    def __init__(self, families: Callable[[], Iterable[Family]]) -> None:
+        self._families = families
+
+    def describe(self) -> Iterable[Metric]:
+        """Return no names: registering then reads nothing."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        for each in self._families():
+            kind = CounterMetricFamily if each.kind == "counter" else GaugeMetricFamily
+            metric = kind(each.name, each.doc, labels=each.labels)
+            for labels, value in each.samples:
+                metric.add_metric(labels, value)
+            yield metric
+
+
 class Metrics:
     """The process's metrics.  A second request for a name returns the same metric."""
 
@@ -123,6 +155,10 @@ class Metrics:
     ) -> Histogram:
         metric: Histogram = self._get(Histogram, name, doc, labels, buckets=buckets)
         return metric
+
+    def at_scrape(self, families: Callable[[], Iterable[Family]]) -> None:
+        """Add metrics that `families` makes for each scrape."""
+        self.registry.register(_AtScrape(families))
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
