@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from pk import errors
 from pk.server.broker.heartbeat_report import HeartbeatReport
+from pk.server.broker.tier_freshness import TierFreshness
 from pk.server.replica.context import ControllerContact, Environment
 from pk.server.replica.delayed_produce import DelayedProduce
 from pk.server.replica.directory_writers import LogDirWriters
@@ -40,6 +41,7 @@ class BrokerGauges:
         self._purgatory = purgatory
         self._report = report
         self._tier_health = TierHealth()
+        self._freshness = TierFreshness()
 
     def set(self) -> None:
         """Set every gauge, and report tiers that fail."""
@@ -88,6 +90,7 @@ class BrokerGauges:
         metrics.open_transactions.set(open_transactions)
         metrics.open_transaction_age.set(now_ms - began_ms)
         metrics.tier_lag.set(tier_lag)
+        self._set_tier_lag_ms()
         metrics.tier_problems.set(problems)
         metrics.damaged_partitions.set(damaged)
         metrics.partitions.labels("leading").set(leading)
@@ -99,3 +102,17 @@ class BrokerGauges:
             disk = writer.disk
             metrics.write_queue.labels(disk.storage.root).set(writer.queued_bytes)
             metrics.full.labels(disk.storage.root).set(writer.space.full)
+
+    def _set_tier_lag_ms(self) -> None:
+        """Note for how long stable records have not been in their tables."""
+        now_ms = self._env.clock.monotonic_ms()
+        looked: dict[PartitionKey, int] = {}
+        for partition in self._partitions.values():
+            if partition.leader is not None and partition.tiered:
+                stable = partition.last_stable_offset
+                # before its first report the tier's end is -1, and deleted records do not wait
+                end = max(partition.log.tiered_end, partition.log.log_start)
+                waiting_ms = self._freshness.look(partition.key, stable, end, now_ms)
+                partition.tier.waiting_ms = looked[partition.key] = waiting_ms
+        self._freshness.keep(looked)
+        self._env.metrics.tier_lag_ms.set(max(looked.values(), default=0))

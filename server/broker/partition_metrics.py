@@ -45,6 +45,10 @@ _GAUGES: Mapping[str, tuple[str, Reading]] = {
         "offset below which the Delta table has the records; -1 = not tiered",
         lambda partition: partition.log.tiered_end if partition.tiered else -1,
     ),
+    "pk_partition_tier_lag_ms": (
+        "for how long the oldest stable record has not been in the table",
+        lambda partition: partition.tier.waiting_ms,
+    ),
     "pk_partition_local_bytes": (
         "bytes of the local log",
         lambda partition: partition.log.size_bytes,

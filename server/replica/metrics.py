@@ -39,6 +39,9 @@ class BrokerMetrics:
         self.lso_lag = gauge("last_stable_offset_lag", "records committed and not stable")
         self._add_transactions(metrics)
         self.tier_lag = gauge("tier_lag", "stable records that the tier does not cover yet")
+        self.tier_lag_ms = gauge(
+            "tier_lag_ms", "for how long the oldest stable record has not been in its table"
+        )
         self.tier_problems = gauge("tier_problems", "partitions whose tier reports a problem")
         self.tier_missing = counter("tier_missing_files_total", "tiered files a HEAD did not find")
         self.damaged_ranges = counter(

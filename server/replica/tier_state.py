@@ -35,6 +35,7 @@ class TierState:
     leader_epoch: Epoch = NONE
     version: int = NONE
     uri: str = ""
+    waiting_ms: int = 0  #: for how long the oldest stable record has not been in the table
     problem: errors.PkError | None = None
 
     def said_in(self, leader_epoch: Epoch) -> TierState:
