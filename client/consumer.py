@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from types import TracebackType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Unpack, cast
 
 import pyarrow as pa
 
@@ -33,6 +33,7 @@ from pk.client.group_consumer import GroupConsumer, Listener
 from pk.client.group_membership import GroupMembership
 from pk.client.network_client import NetworkClient
 from pk.client.offsets import EARLIEST, LATEST, OFFSET_MAX
+from pk.client.option_types import ConsumerOptions
 from pk.client.options import bootstrap_of, consumer_options, network_options
 from pk.client.records import ConsumerRecords
 from pk.client.snapshots import SnapshotConsumer
@@ -77,11 +78,12 @@ class Consumer(GroupConsumer, SnapshotConsumer, ConsumerMetrics):
         key_deserializer: Any = None,
         value_deserializer: Any = None,
         on_deserialize_error: str | OnDeserializeError = "raise",
-        **options: Any,
+        **options: Unpack[ConsumerOptions],
     ) -> None:
         super().__init__()
-        bootstrap = bootstrap_of(bootstrap, options)
-        self._options = o = consumer_options(options)
+        given = cast("dict[str, Any]", options)
+        bootstrap = bootstrap_of(bootstrap, given)
+        self._options = o = consumer_options(given)
         self._deserializer = RecordDeserializer(
             key_deserializer, value_deserializer, on_deserialize_error, connection.warn
         )

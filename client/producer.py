@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Unpack, cast
 
 import pyarrow as pa
 
@@ -26,6 +26,7 @@ from pk.client.endings import no_partition
 from pk.client.futures import BatchFuture, SendFuture
 from pk.client.metadata import TopicMetadata
 from pk.client.network_client import NetworkClient
+from pk.client.option_types import ProducerOptions
 from pk.client.options import bootstrap_of, network_options, producer_options
 from pk.client.produce_engine import ProduceEngine
 from pk.client.producer_transactions import ProducerTransactions
@@ -61,10 +62,11 @@ class Producer(ProducerTransactions):
         *,
         key_serializer: Any = None,
         value_serializer: Any = None,
-        **options: Any,
+        **options: Unpack[ProducerOptions],
     ) -> None:
-        bootstrap = bootstrap_of(bootstrap, options)
-        self._options, _ = producer_options(options)
+        given = cast("dict[str, Any]", options)
+        bootstrap = bootstrap_of(bootstrap, given)
+        self._options, _ = producer_options(given)
         self._key_serializer = serializer(key_serializer, "key_serializer")
         self._value_serializer = serializer(value_serializer, "value_serializer")
         self._accumulators: dict[str, RecordAccumulator] = {}

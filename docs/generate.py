@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 import difflib
+import json
 import sys
+import textwrap
 from pathlib import Path
 
-from pk import errors, settings
+from pk import errors, settings, units
+from pk.client import options as client_options
 from pk.server.replica import state as replica_state
 from pk.server.replica.state import ReplicaState
 
@@ -132,7 +135,63 @@ def replica_states_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+#: Other names of options, with the option that they stand for (client/options).
+_ALIASES = dict(client_options.ALIASES)
+_TYPES = {int: "int", float: "float", bool: "bool", str: "str"}
+
+
+def _type_text(option: settings.Option) -> str:
+    """The type of an option as a caller of a client may give it."""
+    if option.choices:
+        return f"Literal[{', '.join(json.dumps(each) for each in option.choices)}]"
+    kind = _TYPES[option.kind]
+    return f"{kind} | str" if option.unit in units.EXAMPLES else kind
+
+
+def _option_lines(scope: settings.Options, name: str, doc: str) -> list[str]:
+    """One TypedDict with the options of a client."""
+    lines = [f"class {name}(TypedDict, total=False):", f'    """{doc}"""', ""]
+    for option in scope.by_name.values():
+        unit = " (ms)" if option.unit == "ms" else ""
+        lines += textwrap.wrap(
+            f"{option.doc}{unit}", 93, initial_indent="    #: ", subsequent_indent="    #: "
+        )
+        lines.append(f"    {option.name}: {_type_text(option)}")
+        lines += [
+            f"    {alias}: {_type_text(option)}  #: {option.name}, under Kafka's name"
+            for alias, original in _ALIASES.items()
+            if original == option.name
+        ]
+    return lines
+
+
+def option_types() -> str:
+    """The module of the options' types, for type checkers and editors."""
+    lines = [
+        '"""The types of the options of `Producer` and `Consumer`, for type checkers and editors.',
+        "",
+        "Made by `make docs` from `src/pk/settings.py`; edit that.  Times in ms and sizes in bytes",
+        "may have a unit, as text: `90s`, `64MiB` (pk.units).  Kafka's dotted names are accepted",
+        "at run time, in a dict of Any.",
+        '"""',
+        "",
+        "from __future__ import annotations",
+        "",
+        "from typing import Literal, TypedDict",
+        "",
+        "",
+        *_option_lines(settings.PRODUCER, "ProducerOptions", "Keyword arguments of `Producer`."),
+        "    bootstrap_servers: str  #: the argument `bootstrap`, under Kafka's name",
+        "",
+        "",
+        *_option_lines(settings.CONSUMER, "ConsumerOptions", "Keyword arguments of `Consumer`."),
+        "    bootstrap_servers: str  #: the argument `bootstrap`, under Kafka's name",
+    ]
+    return "\n".join(lines) + "\n"
+
+
 PAGES = {
+    "../client/option_types.py": option_types,
     "settings.md": settings_page,
     "errors.md": errors_page,
     "replica-states.md": replica_states_page,

@@ -149,7 +149,7 @@ def produce(
 
     with quiet_end():
         meter = _Meter(quiet=as_json or not sys.stderr.isatty())
-        options = {"acks": acks, "compression": compression, "linger_ms": linger_ms}
+        options: dict[str, Any] = {"acks": acks, "compression": compression, "linger_ms": linger_ms}
         client = Producer(bootstrap, **options, **producer_times(timeout_ms, linger_ms))
         with opened(client, bootstrap) as producer:
             partitions = producer.partitions_for(topic)
@@ -168,7 +168,7 @@ def produce(
         )
 
 
-def producer_times(timeout_ms: int, linger_ms: float) -> dict[str, float]:
+def producer_times(timeout_ms: int, linger_ms: float) -> dict[str, Any]:
     """Return producer options that wait `timeout_ms` for brokers and for acknowledgements."""
     delivery_ms = timeout_ms + math.ceil(linger_ms)  # a batch may wait for other batches first
     request_ms = min(timeout_ms, PRODUCER.by_name["request_timeout_ms"].default)
