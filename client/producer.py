@@ -245,6 +245,13 @@ class Producer(ProducerTransactions):
         self._poked = False
         self._engine.poke()
 
+    def _would_block(self, topic: str) -> bool:
+        """Return whether `send` may block: the topic is new here, or buffer_memory is nearly full.
+        Safe in any thread.
+        """
+        pool = self._engine.pool
+        return topic not in self._accumulators or pool.used * 2 > pool.limit
+
     def send_batch(self, topic: str, batch: pa.RecordBatch) -> BatchFuture:
         """Hand a batch of columns over; returns one future for all its parts.
 

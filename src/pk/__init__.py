@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from pk.client.admin import AdminClient
+    from pk.client.aio import AsyncConsumer, AsyncProducer
     from pk.client.consumer import Consumer
     from pk.client.dead_letters import DeadLetterTopic
     from pk.client.producer import Producer
@@ -24,6 +25,8 @@ _HOMES = {
     "AdminClient": "pk.client.admin",
     "TopicPartition": "pk.types",
     "Record": "pk.types",
+    "AsyncConsumer": "pk.client.aio",
+    "AsyncProducer": "pk.client.aio",
     "DeadLetterTopic": "pk.client.dead_letters",
     "RecordMetadata": "pk.types",
     "BatchMetadata": "pk.types",
@@ -31,6 +34,8 @@ _HOMES = {
 
 __all__ = [
     "AdminClient",
+    "AsyncConsumer",
+    "AsyncProducer",
     "BatchMetadata",
     "Consumer",
     "DeadLetterTopic",
