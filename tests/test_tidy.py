@@ -136,6 +136,7 @@ SHELLS = {
     "pk.client.group_consumer",
     "pk.client.accumulator",
     "pk.client.record_set",
+    "pk.client.aio",
     "pk.client.futures",
     "pk.client.producer",
     "pk.client.registry",
@@ -158,12 +159,9 @@ SHELLS = {
     "pk.server.node.metrics_endpoint",
     "pk.server.node.run_config",
     "pk.server.node.supervisor",
-    "pk.sim.__main__",
-    "pk.sim.canaries",
-    "pk.sim.long",
-    "pk.sparkconnector",
-    "pyspark_pk",
-}
+    "pk.sim.__main__", "pk.sim.canaries", "pk.sim.long",
+    "pk.sparkconnector", "pyspark_pk",
+}  # fmt: skip
 
 #: What only a shell may import.
 OUTSIDE = {

@@ -38,12 +38,7 @@ class BrokerMetrics:
         self.hw_lag = gauge("high_watermark_lag", "records written and not committed")
         self.lso_lag = gauge("last_stable_offset_lag", "records committed and not stable")
         self._add_transactions(metrics)
-        self.tier_lag = gauge("tier_lag", "stable records that the tier does not cover yet")
-        self.tier_lag_ms = gauge(
-            "tier_lag_ms", "for how long the oldest stable record has not been in its table"
-        )
-        self.tier_problems = gauge("tier_problems", "partitions whose tier reports a problem")
-        self.tier_missing = counter("tier_missing_files_total", "tiered files a HEAD did not find")
+        self._add_tier(metrics)
         self.damaged_ranges = counter(
             "damaged_ranges_total", "damaged ranges that were found in the only copy of a partition"
         )
@@ -87,6 +82,16 @@ class BrokerMetrics:
             "age of the last answered heartbeat when the next one was answered",
             buckets=CONTACT_MS,
         )
+
+    def _add_tier(self, metrics: Metrics) -> None:
+        """Create the metrics of the tier, as the broker sees it."""
+        counter, gauge = metrics.counter, metrics.gauge
+        self.tier_lag = gauge("tier_lag", "stable records that the tier does not cover yet")
+        self.tier_lag_ms = gauge(
+            "tier_lag_ms", "for how long the oldest stable record has not been in its table"
+        )
+        self.tier_problems = gauge("tier_problems", "partitions whose tier reports a problem")
+        self.tier_missing = counter("tier_missing_files_total", "tiered files a HEAD did not find")
 
     def _add_cleaner(self, metrics: Metrics) -> None:
         """Create the metrics of the log cleaner."""

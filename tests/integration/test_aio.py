@@ -104,7 +104,7 @@ def test_the_loop_turns_while_a_call_waits(server: EmbeddedServer, topic: str) -
 
 
 def test_a_cancelled_poll_costs_no_record(server: EmbeddedServer, topic: str) -> None:
-    """client/aio N1."""
+    """client/aio N1: the next poll returns what a cancelled one got."""
 
     async def story() -> None:
         async with AsyncProducer(server.address) as producer:
