@@ -20,6 +20,7 @@ from tests.test_tidy import parsed, python_files, report, sources, text_of
 #: Before a comment or an arrow any gap will do.
 COLUMN = re.compile(r"(?<=\S) {3,}(?=[^\s#]|#\S)(?!->)")
 GAP = re.compile(r"(?<=\S) {2,}(?=\S)")
+PROMPT = re.compile(r"\s*(>>>|\.\.\.)(\s|$)")
 RULER = re.compile(r"\|(?:\s*:?-+:?\s*\|)+")
 
 Paragraph = Sequence[tuple[int, str]]
@@ -48,6 +49,8 @@ def broken_columns(paragraph: Paragraph) -> list[str]:
     """Lines with the gap of a column that no other line of the paragraph has."""
     found = []
     for number, line in paragraph if len(paragraph) > 1 else ():
+        if PROMPT.match(line):
+            continue  # the indent of code is no column
         mine = {match.end() for match in COLUMN.finditer(line)}
         others = [other for at, other in paragraph if at != number]
         places = {match.end() for other in others for match in GAP.finditer(other)}
@@ -98,8 +101,19 @@ REFLOWED = '''"""One segment.
 '''
 
 
+EXAMPLE = '''"""Reads.
+
+    >>> async with consumer:
+    ...     await consumer.subscribe("events")
+    ...     async for record in consumer:
+    ...         await handle(record)
+"""
+'''
+
+
 def test_columns_that_were_wrapped_are_caught() -> None:
     assert not broken("x.py", WHOLE)
+    assert not broken("x.py", EXAMPLE)
     assert len(broken("x.py", REFLOWED)) == 1
 
 
