@@ -10,17 +10,17 @@ happened: a promise that was never in danger was not tested.
 The rows stay out of the repository.  `--summary FILE` writes the outcome as a page that can be
 committed: which sources and seeds, the verdict, the counters.
 
-The key of a row is the content of the production sources and of the module that draws a seed's
-options, committed or not; the commit is recorded beside it.  The rest of the simulator makes and
-judges the histories.  Rows of another version of the simulator count, and their number is printed;
-seeds that failed under another version are run again.
+The key of a row is the code of the production modules that the simulator imports and of the module
+that draws a seed's options, committed or not (sim/campaign_key K1, sim/campaign_key K2); the commit
+is recorded beside it.  The rest of the simulator makes and judges the histories.  Rows of another
+version of the simulator count, and their number is printed; seeds that failed under another version
+are run again.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import hashlib
 import json
 import logging
 import os
@@ -41,6 +41,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 import pk
 from pk import clock
 from pk.sim.campaign import Run, RunResult
+from pk.sim.campaign_key import imported, simulator, tested
 from pk.sim.options import (
     CHORES,
     COMPACTION_CHANCE,
@@ -65,10 +66,6 @@ EVENTS_PER_S_MIN = 20_000
 #: limit at once: gh-115634.)
 SEEDS_PER_PROCESS = 50
 #: The parts of the package whose content is the key of a campaign.
-PRODUCTION = (".", "client", "compaction", "log", "server", "sparkconnector", "tiering")
-OPTIONS = "sim/options.py"
-#: Modules of the simulator that neither make nor judge a history.
-BESIDE = ("sim/__main__.py", "sim/canaries.py", "sim/long.py")
 #: Pause between two progress lines where no progress bar is shown.
 TELL_EVERY_MS = 60_000
 #: Number of new objects between two collections of young objects: a run makes few cycles.
@@ -254,33 +251,6 @@ def run_seed(seed: int, given: dict[str, Any]) -> dict[str, Any]:
         "nodes": [list(node.roles) for node in options.nodes],
         "counters": counters(report),
     }
-
-
-# -- what is tested --------------------------------------------------------------------------------
-
-
-def digest_of(files: Iterable[Path], home: Path) -> str:
-    """Return a digest of the names and contents of `files`."""
-    found = hashlib.sha256()
-    for path in sorted(set(files)):
-        found.update(f"{path.relative_to(home)}\0".encode())
-        found.update(hashlib.sha256(path.read_bytes()).digest())
-    return found.hexdigest()[:16]
-
-
-def tested(home: Path) -> str:
-    """Return a digest of the production sources at `home` and of what draws a seed's options."""
-    sources = [path for part in PRODUCTION for path in (home / part).rglob("*.py")]
-    simulator = home / "sim"  # a link in a checkout, a real directory in an installed package
-    return digest_of(
-        [*(path for path in sources if simulator not in path.parents), home / OPTIONS], home
-    )
-
-
-def simulator(home: Path) -> str:
-    """Return a digest of the modules that make and judge histories."""
-    beside = [home / name for name in BESIDE]
-    return digest_of((path for path in (home / "sim").rglob("*.py") if path not in beside), home)
 
 
 def commit() -> str:
@@ -472,7 +442,7 @@ def main(arguments: list[str], now_ms: Callable[[], int] = clock.wall_ms) -> int
     console = Console(soft_wrap=True, highlight=False, markup=False)
     given = {"fault_ms": asked.fault_ms, "acknowledged_min": asked.acknowledged_min}
     home = Path(pk.__file__).parent
-    key = {"tested": tested(home), **given}
+    key = {"tested": tested(home, imported(home)), **given}
     facts = {**key, "commit": commit(), "simulator": simulator(home)}
     asked.results.parent.mkdir(parents=True, exist_ok=True)
     seeds = range(asked.first, asked.first + asked.seeds)

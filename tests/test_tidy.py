@@ -159,7 +159,7 @@ SHELLS = {
     "pk.server.node.metrics_endpoint",
     "pk.server.node.run_config",
     "pk.server.node.supervisor",
-    "pk.sim.__main__", "pk.sim.canaries", "pk.sim.long",
+    "pk.sim.__main__", "pk.sim.campaign_key", "pk.sim.canaries", "pk.sim.long",
     "pk.sparkconnector", "pyspark_pk",
 }  # fmt: skip
 

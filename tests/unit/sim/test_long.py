@@ -18,45 +18,6 @@ from pk.sim.long import MET, CampaignProgress, main, rare_collections, verdict
 MINUTE_MS = 60_000
 
 
-def package(home: Path) -> Path:
-    """Return a package as it is in a checkout: the simulator is a link."""
-    for name in ("types.py", "log/segment.py", "server/broker.py", "elsewhere/sim/options.py",
-                 "elsewhere/sim/faults.py", "elsewhere/sim/long.py"):  # fmt: skip
-        path = home / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"# {name}")
-    (home / "pk").mkdir()
-    for name in ("log", "server"):
-        (home / "pk" / name).symlink_to(home / name)
-    (home / "pk" / "sim").symlink_to(home / "elsewhere" / "sim")
-    (home / "types.py").rename(home / "pk" / "types.py")
-    return home / "pk"
-
-
-@pytest.mark.parametrize("name", ["types.py", "log/segment.py", "server/broker.py", "log/new.py"])
-def test_a_source_that_changes_is_another_campaign(tmp_path: Path, name: str) -> None:
-    home = package(tmp_path)
-    before = long.tested(home), long.simulator(home)
-    (home / name).write_text("# changed, and not committed")
-    assert long.tested(home) != before[0]
-    assert long.simulator(home) == before[1]
-
-
-def test_how_options_are_drawn_is_a_part_of_it_and_the_rest_of_the_simulator_is_not(
-    tmp_path: Path,
-) -> None:
-    home = package(tmp_path)
-    before = long.tested(home), long.simulator(home)
-    (home / "sim" / "faults.py").write_text("# more of them")
-    assert (long.tested(home), long.simulator(home) != before[1]) == (before[0], True)
-    before = long.tested(home), long.simulator(home)
-    (home / "sim" / "long.py").write_text("# prints more")
-    (tmp_path / "README.md").write_text("documentation")
-    assert (long.tested(home), long.simulator(home)) == before
-    (home / "sim" / "options.py").write_text("# drawn otherwise")
-    assert long.tested(home) != before[0]
-
-
 def row(seed: int, verdict: str = "ok") -> dict[str, Any]:
     return {
         "seed": seed, "verdict": verdict, "events": 20_000, "virtual_ms": 1, "acknowledged": 2_000,
@@ -75,7 +36,7 @@ class Campaign:
         self.results = tmp_path / "results.jsonl"
         self.summary = tmp_path / "summary.md"
         monkeypatch.setattr(long, "finished", self._finished)
-        monkeypatch.setattr(long, "tested", lambda _: self.tested)
+        monkeypatch.setattr(long, "tested", lambda *_: self.tested)
         monkeypatch.setattr(long, "commit", lambda: f"commit{len(self.ran)}")
 
     def _finished(self, _jobs: int, seeds: list[int], _given: object) -> Iterator[dict[str, Any]]:
