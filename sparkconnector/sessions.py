@@ -37,6 +37,13 @@ _ARROW = {
     "ARROW_ENABLE_UNSAFE_MEMORY_ACCESS": "true",
     "ARROW_ENABLE_NULL_CHECK_FOR_GET": "false",
 }
+#: Numbers of tasks whose defaults are for clusters; on one machine a task for each core is enough.
+#: Delta lists a table for VACUUM in 10,000 tasks by default, and reads its log in 50.
+_FOR_CLUSTERS = (
+    "spark.sql.shuffle.partitions",
+    "spark.sql.sources.parallelPartitionDiscovery.parallelism",
+    "spark.databricks.delta.snapshotPartitions",
+)
 
 
 def session(
@@ -94,11 +101,9 @@ def settings(master: str | None, delta: bool, ui: bool, conf: Mapping[str, Any])
         **{f"spark.executorEnv.{name}": os.environ.get(name, _ARROW[name]) for name in _ARROW},
     }
     if _is_local(master):
-        found |= {
-            "spark.driver.host": "127.0.0.1",
-            "spark.driver.bindAddress": "127.0.0.1",
-            "spark.sql.shuffle.partitions": str(max(1, os.cpu_count() or 1)),
-        }
+        cores = str(max(1, os.cpu_count() or 1))
+        found |= {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
+        found |= dict.fromkeys(_FOR_CLUSTERS, cores)
     given = {_dotted(name): _text(value) for name, value in conf.items()}
     if delta:
         found |= _DELTA

@@ -56,7 +56,6 @@ def started(master: str) -> Any:
         **{
             "spark.driver.memory": "1g",
             "spark.ui.showConsoleProgress": "false",
-            "spark.databricks.delta.snapshotPartitions": "1",
         },
     )
     spark.sparkContext.setLogLevel("ERROR")

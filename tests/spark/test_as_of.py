@@ -35,15 +35,6 @@ def version_of(cluster: Any, topic: str) -> int:
     return DeltaTable(cluster.admin.describe_tier(topic).uri).version()
 
 
-@pytest.fixture(autouse=True)
-def few_tasks(spark):
-    """Delta reads the log of a table in 50 tasks by default; these tables are small."""
-    name = "spark.databricks.delta.snapshotPartitions"
-    spark.conf.set(name, "1")
-    yield
-    spark.conf.unset(name)
-
-
 def test_a_version_has_the_same_rows_whatever_is_done_to_the_table(spark, cluster, load) -> None:
     policy = {"cleanup_policy": "compact,delete", "min_cleanable_dirty_ratio": "0.0"}
     topic = cluster.topic(2, delete_retention_ms=10**10, **policy, **KEPT)

@@ -8,7 +8,6 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,15 +27,6 @@ COMPACTED = {
     "delete_retention_ms": 10**10,
     "local_retention_ms": -2,
 }
-
-
-@pytest.fixture(autouse=True)
-def few_tasks(spark) -> Iterator[None]:
-    """Delta reads the log of a table in 50 tasks by default; these tables are small."""
-    name = "spark.databricks.delta.snapshotPartitions"
-    spark.conf.set(name, "1")
-    yield
-    spark.conf.unset(name)
 
 
 class State:
