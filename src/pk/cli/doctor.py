@@ -4,6 +4,9 @@ Spark looks up data sources in a separate Python process.  Its interpreter may d
 user's, and Spark reports every failure there as DATA_SOURCE_NOT_FOUND.  This command repeats the
 look-up step by step in that interpreter, and names the first failure and its fix.
 
+`pk.sparkconnector.session()` chooses the interpreter by itself.  What concerns only sessions that
+are built otherwise is a note: it has a fix, and does not fail the command.
+
 The checks depend on each other as little as possible, so a single run shows all problems.
 """
 
@@ -29,6 +32,7 @@ app = typer.Typer(
 
 SPARK_VERSION = "4.2"
 _PROBE_TIMEOUT_S = 120
+_CHOOSE = ("PYSPARK_DRIVER_PYTHON", "PYSPARK_PYTHON")
 _SKIPPED = "not looked at: that is not the right interpreter"
 _NOT_FOUND = "DATA_SOURCE_NOT_FOUND"
 
@@ -59,17 +63,26 @@ print(json.dumps(found))
 
 @dataclass(slots=True)
 class Check:
-    """The result of one check.  `ok` is None if an earlier failure prevented the check."""
+    """The result of one check.  `ok` is None if an earlier failure prevented the check.
+
+    A check that is ok and has a fix is a note.
+    """
 
     name: str
     ok: bool | None
     found: str
     fix: str = ""
 
+    @property
+    def mark(self) -> str:
+        if self.ok:
+            return "note" if self.fix else "ok"
+        return "--" if self.ok is None else "FAIL"
+
 
 def lookup_python(environment: Mapping[str, str]) -> tuple[str, str]:
     """Return the interpreter that Spark starts for look-ups, and the reason for this choice."""
-    for name in ("PYSPARK_DRIVER_PYTHON", "PYSPARK_PYTHON"):
+    for name in _CHOOSE:
         if environment.get(name):
             return environment[name], name
     return "python3", "python3 on PATH, because PYSPARK_PYTHON is not set"
@@ -126,6 +139,15 @@ def check_interpreter(
     return Check("interpreter", True, words), found
 
 
+def check_other_sessions(
+    environment: Mapping[str, str], ask: Callable[[str], dict[str, Any]]
+) -> Check:
+    """Look at the interpreter of sessions that `pk.sparkconnector.session` did not build."""
+    check, _ = check_interpreter(environment, ask)
+    words = check.found if check.ok else f"DATA_SOURCE_NOT_FOUND: Spark would ask {check.found}"
+    return Check("other sessions", True, words, check.fix)
+
+
 def check_versions(found: Mapping[str, Any] | None) -> Check:
     if found is None:
         return Check("versions", None, _SKIPPED)
@@ -179,8 +201,9 @@ def check_jars() -> Check:
 
     present = jars.installed(jars.DELTA)
     if present is None:
-        fix = f"{sys.executable} -m pk.sparkconnector.jars (session() does it by itself, once)"
-        return Check("jars", False, f"Delta's jars are not in {jars.default_folder()}", fix)
+        fix = "nothing to do with a network: session() fetches them once; without, first run "
+        fix += f"{sys.executable} -m pk.sparkconnector.jars where there is one"
+        return Check("jars", True, f"Delta's jars are not in {jars.default_folder()} yet", fix)
     return Check("jars", True, ", ".join(path.name for path in present))
 
 
@@ -189,8 +212,17 @@ def diagnose(
     ask: Callable[[str], dict[str, Any]] = probe,
 ) -> list[Check]:
     """Run all checks, in the order of Spark's own steps."""
-    interpreter, found = check_interpreter(os.environ if environment is None else environment, ask)
-    return [check_java(), interpreter, check_versions(found), *check_source(found), check_jars()]
+    given = os.environ if environment is None else environment
+    chosen = any(given.get(name) for name in _CHOOSE)
+    others = [] if chosen else [check_other_sessions(given, ask)]
+    used = given if chosen else {"PYSPARK_PYTHON": sys.executable}
+    interpreter, found = check_interpreter(used, ask)
+    if not chosen:
+        interpreter.found = interpreter.found.replace(
+            "(PYSPARK_PYTHON)", "(PYSPARK_PYTHON, which session() sets)"
+        )
+    checks = [check_java(), interpreter, *others, check_versions(found), *check_source(found)]
+    return [*checks, check_jars()]
 
 
 @app.callback()
@@ -212,12 +244,11 @@ def spark(
         print(json.dumps({"ok": not wrong, "checks": [asdict(check) for check in checks]}))
     else:
         for check in checks:
-            mark = {True: "ok  ", False: "FAIL", None: "--  "}[check.ok]
-            print(f"{mark} {check.name}: {check.found}")
-            if check.fix and not check.ok:
+            print(f"{check.mark:4} {check.name}: {check.found}")
+            if check.fix:
                 print(f"     fix: {check.fix}")
         if wrong:
             print(f"{len(wrong)} of {len(checks)} checks failed: Spark may say {_NOT_FOUND}")
         else:
-            print('format("pk") will be found')
+            print('pk.sparkconnector.session() will find format("pk")')
     raise typer.Exit(1 if wrong else 0)

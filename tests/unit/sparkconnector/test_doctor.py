@@ -33,7 +33,7 @@ def found(**given):
 
 def failures(answer, environment=None) -> dict[str, doctor.Check]:
     checks = doctor.diagnose(environment or {"PYSPARK_PYTHON": "p"}, lambda command: answer)
-    return {check.name: check for check in checks if check.ok is False and check.name != "jars"}
+    return {check.name: check for check in checks if check.ok is False}
 
 
 def test_nothing_wrong():
@@ -54,13 +54,38 @@ def test_the_interpreter_that_spark_would_use(environment, command, why):
     assert why in found_why
 
 
-def test_pyspark_python_unset_is_named_with_its_fix():
+def test_pyspark_python_unset_is_a_note_about_sessions_that_pk_does_not_build():
     without = {**VERSIONS, "pk": None, "pyspark": None}
-    wrong = failures(found(modules=without), {"PATH": "/bin"})
+
+    def ask(command):
+        return found() if command == sys.executable else found(modules=without)
+
+    checks = {each.name: each for each in doctor.diagnose({"PATH": "/bin"}, ask)}
+    assert checks["interpreter"].mark == "ok"
+    other = checks["other sessions"]
+    assert (other.ok, other.mark) == (True, "note")
+    assert "DATA_SOURCE_NOT_FOUND" in other.found
+    assert "PYSPARK_PYTHON is not set" in other.found
+    assert f"export PYSPARK_PYTHON={sys.executable}" in other.fix
+    assert "session()" in other.fix
+
+
+def test_nothing_is_noted_if_python3_is_the_right_one():
+    checks = {each.name: each for each in doctor.diagnose({}, lambda _: found())}
+    assert checks["other sessions"].mark == "ok"
+
+
+def test_an_interpreter_that_was_chosen_and_is_wrong_fails():
+    wrong = failures(found(modules={**VERSIONS, "pk": None}))
     assert list(wrong) == ["interpreter"]
-    assert "PYSPARK_PYTHON is not set" in wrong["interpreter"].found
-    assert f"export PYSPARK_PYTHON={sys.executable}" in wrong["interpreter"].fix
-    assert "session()" in wrong["interpreter"].fix
+    assert "without pk" in wrong["interpreter"].found
+
+
+def test_jars_that_a_session_will_fetch_are_a_note(monkeypatch):
+    monkeypatch.setattr("pk.sparkconnector.jars.installed", lambda _: None)
+    check = doctor.check_jars()
+    assert (check.ok, check.mark) == (True, "note")
+    assert "session() fetches them once" in check.fix
 
 
 def test_an_interpreter_that_does_not_run():
