@@ -158,7 +158,7 @@ SHELLS = {
     "pk.server.node.memory",
     "pk.server.node.metrics_endpoint",
     "pk.server.node.run_config",
-    "pk.server.node.supervisor",
+    "pk.server.node.running", "pk.server.node.supervisor",
     "pk.sim.__main__", "pk.sim.campaign_key", "pk.sim.canaries", "pk.sim.long",
     "pk.sparkconnector", "pyspark_pk",
 }  # fmt: skip

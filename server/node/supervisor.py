@@ -44,6 +44,7 @@ from pk.server.node.run_config import (
     remove_sockets,
     write_pid,
 )
+from pk.server.node.running import publish, withdraw
 from pk.server.node.settings import Resolved, is_clustered, is_loopback, roles_of, voters_of
 from pk.tasks import TaskRegistry
 
@@ -121,6 +122,7 @@ class Supervisor:
         Raises the typed error that prevented the start.
         """
         pid_file = Path(self.config.run_dir) / "supervisor.pid"
+        withdraw(self.config.run_dir)  # of a supervisor that was killed
         write_pid(self.config.run_dir, "supervisor")
         for child in self.children.values():
             if child.role != RUNNER:
@@ -130,12 +132,15 @@ class Supervisor:
             if not self._stopping.is_set():
                 self._served = True
                 self._pin_address()
+                publish(self.config.run_dir, self._facts())
                 self._on_ready(self._facts())
                 if RUNNER in self.children:
                     self._keepers.spawn(self._keep(self.children[RUNNER]), RUNNER)
                 await self._stopping.wait()
+            publish(self.config.run_dir, {"stopping": True})
             return await self._drain()
         finally:
+            withdraw(self.config.run_dir)
             await self._kill_all()
             pid_file.unlink(missing_ok=True)
 

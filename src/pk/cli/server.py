@@ -1,5 +1,6 @@
 """`pk server start`: one node in the foreground, under its supervisor.  `pk server format`: the
-directories of a node of a cluster, before its first start.
+directories of a node of a cluster, before its first start.  `pk server status`, `pk server stop`: a
+node that runs on this machine.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from pk import errors
+from pk.cli import server_state
 from pk.cli.common import AsJson, toml_file
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
@@ -21,7 +23,11 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 
 @app.callback()
 def _server() -> None:
-    """Start a node, or format its directories before."""
+    """Format a node's directories, start it, see how it is, stop it."""
+
+
+app.command()(server_state.status)
+app.command()(server_state.stop)
 
 
 @app.command()
