@@ -1,6 +1,6 @@
 """What other processes can learn of a node that runs on this machine, from its run directory.
 
-    DIR/run/.lock         held by the supervisor while it lives (node/supervisor O1); names its process
+    DIR/run/.lock         held by the supervisor while it lives, with its pid (node/supervisor O1)
     DIR/run/ready.json    the facts of the ready line; absent while the node starts, and
                           {"stopping": true} while it drains
     DIR/run/ROLE.pid      the process of each role

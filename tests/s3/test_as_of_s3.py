@@ -12,7 +12,7 @@ from versitygw import S3Server
 
 from pk import AdminClient, Producer, clock, errors
 from pk.cli.embedded import EmbeddedServer
-from pk.sparkconnector import options, table_history, table_store
+from pk.sparkconnector import options, orphan_tables, table_history, table_store
 from pk.sparkconnector.batch_reader import PkReader
 
 pytestmark = [pytest.mark.s3, pytest.mark.integration]
@@ -74,3 +74,20 @@ def test_versions_on_s3(server: EmbeddedServer) -> None:
         source.delete_file(each.path)
     with pytest.raises(errors.DamagedTierFile, match="not in the store"):
         rows(server, versionAsOf=str(version))
+
+
+def test_tables_that_no_topic_owns_on_s3(server: EmbeddedServer) -> None:
+    with AdminClient(server.address) as admin:
+        admin.create_topic("flights", partitions=1, configs={"tier_max_lag_ms": 200})
+        gone = append(server, admin, 0, 100)
+        admin.delete_topics(["flights"])
+        admin.create_topic("flights", partitions=1, configs={"tier_max_lag_ms": 200})
+        kept = append(server, admin, 0, 50)
+    url = orphan_tables.tier_of(kept.uri)
+    tables = orphan_tables.listed(url, kept.storage_options)
+    assert set(tables) >= {("flights", kept.topic_id), ("flights", gone.topic_id)}
+    others = {topic_id for _, topic_id in tables} - {gone.topic_id}  # of other tests, too
+    (found,) = orphan_tables.orphans(url, kept.storage_options, tables, others)
+    assert (found.topic_id, found.uri) == (gone.topic_id, gone.uri)
+    assert found.files >= 2
+    assert found.bytes > 0
