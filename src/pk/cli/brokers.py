@@ -38,7 +38,10 @@ def list_brokers(
     timeout_ms: TimeoutMs = 60_000,
     as_json: AsJson = False,
 ) -> None:
-    """Show every registered broker, and how far its clock is from those of the other nodes."""
+    """Show every registered broker, and how far its clock is from those of the other nodes.
+
+    Example: pk brokers list
+    """
     with quiet_end(), _admin(bootstrap) as admin:
         found = admin.list_brokers(timeout_s=timeout_ms / 1000)
         if as_json:
@@ -79,6 +82,8 @@ def confirm_clock(
     A broker whose clock does not fit its last run, was set, or is ahead of the other nodes' lets
     nothing expire by age.  Look at its clock before you confirm it: records that expire by a clock
     that is ahead are deleted.
+
+    Example: pk brokers confirm-clock 2
     """
     if bool(broker_ids) == everyone:
         raise errors.InvalidOption("give ids of brokers, or --all")

@@ -37,7 +37,10 @@ def describe(
     timeout_ms: TimeoutMs = 60_000,
     as_json: AsJson = False,
 ) -> None:
-    """Show the level of the cluster, and the level that each broker and each voter knows."""
+    """Show the level of the cluster, and the level that each broker and each voter knows.
+
+    Example: pk cluster describe --json
+    """
     with quiet_end(), _admin(bootstrap) as admin:
         found = admin.describe_cluster(timeout_s=timeout_ms / 1000)
         behind = [f"{each.role} {each.node_id}" for each in found.behind]
@@ -69,7 +72,10 @@ def upgrade(
     timeout_ms: TimeoutMs = 60_000,
     as_json: AsJson = False,
 ) -> None:
-    """Raise the level of the cluster.  It cannot be lowered: older builds do not start again."""
+    """Raise the level of the cluster.  It cannot be lowered: older builds do not start again.
+
+    Example: pk cluster upgrade --dry-run
+    """
     with quiet_end(), _admin(bootstrap) as admin:
         before, level = admin.upgrade_cluster(
             to, validate_only=dry_run, timeout_s=timeout_ms / 1000

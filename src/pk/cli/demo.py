@@ -60,7 +60,10 @@ def demo(
     limit: Annotated[int, typer.Option(help="only the first so many flights", min=1)] = FLIGHTS,
     as_json: Annotated[bool, typer.Option("--json", help="print the proof as JSON")] = False,
 ) -> None:
-    """Real data end to end: producer, log, Delta tier and Spark; the counts must agree."""
+    """Real data end to end: producer, log, Delta tier and Spark; the counts must agree.
+
+    Example: pk demo --limit 50000 --dir /tmp/pk-demo
+    """
     check_environment()
     console = Console(stderr=as_json, highlight=False)
     root = fresh_directory(directory.resolve())

@@ -237,7 +237,10 @@ app.command()(server)
 def spark(
     as_json: bool = typer.Option(False, "--json", help="print the checks as JSON"),
 ) -> None:
-    """Name the cause of DATA_SOURCE_NOT_FOUND and its fix."""
+    """Name the cause of DATA_SOURCE_NOT_FOUND and its fix.
+
+    Example: pk doctor spark
+    """
     checks = diagnose()
     wrong = [check for check in checks if check.ok is False]
     if as_json:

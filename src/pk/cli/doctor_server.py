@@ -57,7 +57,10 @@ def look_at_memory() -> Allowance:
 def server(
     as_json: bool = typer.Option(False, "--json", help="print the findings as JSON"),
 ) -> None:
-    """Say what this machine lets a node have: open files, connections, memory, partitions."""
+    """Say what this machine lets a node have: open files, connections, memory, partitions.
+
+    Example: pk doctor server
+    """
     findings = [look_at_descriptors(), look_at_memory()]
     if as_json:
         print(json.dumps([asdict(each) for each in findings]))

@@ -51,7 +51,10 @@ def list_groups(
     timeout_ms: TimeoutMs = 60_000,
     as_json: AsJson = False,
 ) -> None:
-    """Show the groups of all coordinators.  Every broker is asked."""
+    """Show the groups of all coordinators.  Every broker is asked.
+
+    Example: pk groups list --state Stable
+    """
     with quiet_end(), _admin(bootstrap) as admin:
         found = admin.list_groups(state or (), timeout_s=timeout_ms / 1000)
     if as_json:
@@ -78,6 +81,8 @@ def describe(
     """Show the state of a group, and for each partition its owner, its offset and its lag.
 
     The lag is the number of offsets up to the last stable offset.
+
+    Example: pk groups describe billing
     """
     left_s = countdown(timeout_ms)
     with quiet_end(), _admin(bootstrap) as admin:
@@ -161,7 +166,10 @@ def delete(
     bootstrap: BootstrapOption = DEFAULT_BOOTSTRAP,
     timeout_ms: TimeoutMs = 60_000,
 ) -> None:
-    """Delete groups without members, with their offsets."""
+    """Delete groups without members, with their offsets.
+
+    Example: pk groups delete billing
+    """
     left_s = countdown(timeout_ms)
     with quiet_end(), _admin(bootstrap) as admin:
         for each in groups:
@@ -198,6 +206,8 @@ def reset_offsets(
     """Set the committed offsets of a group without members.
 
     Offsets are limited to the range that the partition has.
+
+    Example: pk groups reset-offsets billing --topic flights --to-earliest --execute
     """
     left_s = countdown(timeout_ms)
     with quiet_end(), _admin(bootstrap) as admin:

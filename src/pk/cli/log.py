@@ -47,6 +47,8 @@ def dump(
     """Print what FILE holds; damage is printed where it is, and the exit code is then 1.
 
     A file that a newer pk wrote is refused: only that pk can read it.
+
+    Example: pk log dump /tmp/pk/topics/flights-0/00000000000000000000.log --records
     """
     kind = dumping.kind_of(file.name)
     metadata = id_of(file.name.removesuffix(".part").removesuffix(".load")) is not None

@@ -58,6 +58,8 @@ def show(home: Home, as_json: AsJson = False) -> None:
     """List the logs of a data directory, and those that are missing; reads every batch.
 
     `damaged`: a log whose identity is intact and that has damaged ranges; pk log repair shows them.
+
+    Example: pk log list /tmp/pk
     """
     with quiet_end():
         storage = RealStorage(str(home.absolute()))
@@ -101,6 +103,8 @@ def adopt(
 
     The server is stopped. At its next start the replica leaves the in-sync set before it takes part
     again: its log may be an older one than the cluster counts on.
+
+    Example: pk log adopt /tmp/pk flights-0 --yes
     """
     with quiet_end(), locked(home) as storage:
         wanted = adoption.to_adopt(storage, name, topic_id)
@@ -120,6 +124,8 @@ def discard(
     The server is stopped. At its next start the replica leaves the in-sync set; then its log begins
     empty and is filled from the leader. The records of an only replica are lost, and its offsets
     are given again.
+
+    Example: pk log discard /tmp/pk flights-0 --yes
     """
     with quiet_end(), locked(home) as storage:
         found = adoption.of_name(storage, name, topic_id)

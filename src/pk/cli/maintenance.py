@@ -67,6 +67,8 @@ def run(
 
     Exit codes: 0 done, or nothing to do; 1 failed, and may be run again; 2 bad input; 3 another job
     or runner holds the lease; 4 the audit found damage.
+
+    Example: pk maintenance run compaction flights
     """
     options: dict[str, Any] = {} if target_bytes is None else {"target_bytes": target_bytes}
     options |= {"force": True} if force else {}
@@ -198,6 +200,8 @@ def runner(
     """Run the schedules as they become due, one at a time in one Spark session, until SIGTERM.
 
     Several runners may run: each job is run by one of them.
+
+    Example: pk maintenance runner --master local[2]
     """
     with quiet_end():
         code = maintenance_runner.serve(bootstrap, master, as_json=as_json, supervised=supervised)
@@ -216,7 +220,10 @@ def set_(
     cron: Annotated[str | None, typer.Option(help="minute hour day month weekday, in UTC")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Set when a job of a topic runs.  A runner must run it: see `pk maintenance runner`."""
+    """Set when a job of a topic runs.  A runner must run it: see `pk maintenance runner`.
+
+    Example: pk maintenance schedule set flights optimize --every 1h
+    """
     from pk import AdminClient
 
     def work() -> None:
@@ -243,7 +250,10 @@ def delete(
     bootstrap: BootstrapOption = DEFAULT_BOOTSTRAP,
     as_json: AsJson = False,
 ) -> None:
-    """Delete the schedule of a topic's job.  A run under way goes on."""
+    """Delete the schedule of a topic's job.  A run under way goes on.
+
+    Example: pk maintenance schedule delete flights optimize
+    """
     from pk import AdminClient
 
     def work() -> None:
@@ -266,7 +276,10 @@ def schedule_list(
     bootstrap: BootstrapOption = DEFAULT_BOOTSTRAP,
     as_json: AsJson = False,
 ) -> None:
-    """List the schedules, their last runs and when they are due next; as `pk maintenance list`."""
+    """List the schedules, their last runs and when they are due next; as `pk maintenance list`.
+
+    Example: pk maintenance schedule list
+    """
     _list(topic, bootstrap, as_json=as_json)
 
 
@@ -276,7 +289,10 @@ def list_(
     bootstrap: BootstrapOption = DEFAULT_BOOTSTRAP,
     as_json: AsJson = False,
 ) -> None:
-    """List the schedules and last runs: outcome, who ran it, when it is due next (UTC)."""
+    """List the schedules and last runs: outcome, who ran it, when it is due next (UTC).
+
+    Example: pk maintenance list flights
+    """
     _list(topic, bootstrap, as_json=as_json)
 
 

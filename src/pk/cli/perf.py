@@ -144,7 +144,10 @@ def produce(
     bootstrap: BootstrapOption = DEFAULT_BOOTSTRAP,
     as_json: AsJson = False,
 ) -> None:
-    """Send random values and report records/s, bytes/s and latency percentiles."""
+    """Send random values and report records/s, bytes/s and latency percentiles.
+
+    Example: pk perf produce flights --records 1000000 --value-size 100
+    """
     from pk.client.producer import Producer
 
     with quiet_end():
@@ -268,7 +271,10 @@ def consume(
     bootstrap: BootstrapOption = DEFAULT_BOOTSTRAP,
     as_json: AsJson = False,
 ) -> None:
-    """Read a topic from its beginning and report records/s and bytes/s of keys and values."""
+    """Read a topic from its beginning and report records/s and bytes/s of keys and values.
+
+    Example: pk perf consume flights --records 1000000
+    """
     import pyarrow.compute as pc
 
     from pk.client.consumer import Consumer

@@ -54,7 +54,10 @@ def describe(
     timeout_ms: TimeoutMs = 60_000,
     as_json: AsJson = False,
 ) -> None:
-    """Show who leads, what is committed, and how far every controller is."""
+    """Show who leads, what is committed, and how far every controller is.
+
+    Example: pk quorum describe --controller 127.0.0.1:9393
+    """
     with quiet_end(), _admin(bootstrap, controller) as admin:
         found: QuorumDescription = admin.describe_metadata_quorum(timeout_s=timeout_ms / 1000)
         if as_json:
@@ -128,7 +131,10 @@ def add_controller(
     timeout_ms: TimeoutMs = 60_000,
     as_json: AsJson = False,
 ) -> None:
-    """Make a controller a voter; it must be running and have caught up."""
+    """Make a controller a voter; it must be running and have caught up.
+
+    Example: pk quorum add-controller --config node2.toml
+    """
     if config is not None:
         node_id, directory_id, address = _identity(config)
     if node_id is None or not directory_id or not address:
@@ -149,7 +155,10 @@ def remove_controller(
     timeout_ms: TimeoutMs = 60_000,
     as_json: AsJson = False,
 ) -> None:
-    """Remove a controller from the voters; it may continue as an observer."""
+    """Remove a controller from the voters; it may continue as an observer.
+
+    Example: pk quorum remove-controller --id 2
+    """
     with quiet_end(), _admin(bootstrap, controller) as admin:
         voters = admin.remove_raft_voter(node_id, directory_id, timeout_s=timeout_ms / 1000)
         _voters(f"controller {node_id} votes no more", voters, as_json)

@@ -189,7 +189,10 @@ def current(
     bootstrap: BootstrapOption = DEFAULT_BOOTSTRAP,
     timeout_ms: TimeoutMs = 60_000,
 ) -> None:
-    """Print the present replicas of topics as a plan: edit `replicas`, then execute it."""
+    """Print the present replicas of topics as a plan: edit `replicas`, then execute it.
+
+    Example: pk reassign current flights > moves.json
+    """
     seconds = countdown(timeout_ms)
     with quiet_end(), _admin(bootstrap) as admin:
         found = _present(admin, set(topics), seconds)
@@ -227,6 +230,8 @@ def execute(
 
     Standard output is the plan that leads back: the replicas that the partitions have now, without
     those that an earlier reassignment is still adding.
+
+    Example: pk reassign execute moves.json
     """
     plan, seconds = read_plan(file), countdown(timeout_ms)
     with quiet_end(), _admin(bootstrap) as admin:
@@ -247,7 +252,10 @@ def verify(
     timeout_ms: TimeoutMs = 60_000,
     as_json: AsJson = False,
 ) -> None:
-    """Say which partitions are where the file wants them; exit code 1 until all are."""
+    """Say which partitions are where the file wants them; exit code 1 until all are.
+
+    Example: pk reassign verify moves.json
+    """
     plan, seconds = read_plan(file), countdown(timeout_ms)
     with quiet_end(), _admin(bootstrap) as admin:
         topics = set(plan.topic_ids)
@@ -288,6 +296,8 @@ def cancel(
     """Return to the former replicas where the reassignment is not complete.
 
     Their order may be another one, and with it the preferred leader.
+
+    Example: pk reassign cancel moves.json
     """
     plan, seconds = read_plan(file), countdown(timeout_ms)
     plan.expected = {}

@@ -38,6 +38,8 @@ def repair(
     For the only copy of a partition: if the partition has other replicas, the broker replaces a
     damaged one by itself.  The records in the ranges are lost for good; look for them in a backup
     or another replica first.
+
+    Example: pk log repair /tmp/pk flights-0
     """
     with quiet_end():
         if yes:

@@ -58,6 +58,8 @@ def start(
     """Start a node and serve until Ctrl-C, which drains; a second Ctrl-C kills.
 
     Settings come from --config, then from PK_<NAME> in the environment, then from flags.
+
+    Example: pk server start --dir /tmp/pk --tier-url file:///tmp/pk-tier
     """
     from pk.server.node.settings import resolve
     from pk.server.node.supervisor import serve
@@ -108,6 +110,8 @@ def format_(
     Without --initial-controllers a controller gets an identity of its own: it follows the quorum
     and votes once `pk quorum add-controller` has added it. A replaced disk is formatted that way:
     what the lost one had voted for is not known here.
+
+    Example: pk server format --config node1.toml --initial-controllers
     """
     from pk.server.node.format import format_node
     from pk.server.node.settings import resolve

@@ -38,7 +38,10 @@ def describe(
     timeout_ms: TimeoutMs = 60_000,
     as_json: AsJson = False,
 ) -> None:
-    """Show a topic's table: where it is, what it covers, how to open it without pk."""
+    """Show a topic's table: where it is, what it covers, how to open it without pk.
+
+    Example: pk tier describe flights
+    """
     from pk.client.admin import AdminClient
 
     with quiet_end(), opened(AdminClient(bootstrap), bootstrap) as admin:
@@ -60,6 +63,8 @@ def repair(
     """Bring back rows that another engine deleted from the table, as far as local logs have them.
 
     Do not run it after an intended DELETE: the command undoes as much of it as it can.
+
+    Example: pk tier repair flights
     """
     from pk.client.admin import AdminClient
 
@@ -76,7 +81,10 @@ def accept(
     timeout_ms: TimeoutMs = 60_000,
     as_json: AsJson = False,
 ) -> None:
-    """Accept that rows which another engine deleted from the table stay deleted."""
+    """Accept that rows which another engine deleted from the table stay deleted.
+
+    Example: pk tier accept flights
+    """
     from pk.client.admin import AdminClient
 
     with quiet_end(), opened(AdminClient(bootstrap), bootstrap) as admin:

@@ -93,7 +93,10 @@ def create(
     timeout_ms: TimeoutMs = 60_000,
     as_json: AsJson = False,
 ) -> None:
-    """Create topics."""
+    """Create topics.
+
+    Example: pk topics create flights --partitions 4 --config retention.ms=7d
+    """
     from pk.client.admin import NewTopic
 
     configs = pairs(config, "--config")
@@ -120,7 +123,10 @@ def list_(
     timeout_ms: TimeoutMs = 60_000,
     as_json: AsJson = False,
 ) -> None:
-    """List topics."""
+    """List topics.
+
+    Example: pk topics list --json
+    """
     with quiet_end(), _admin(bootstrap) as admin:
         found = admin.list_topics(internal=internal, timeout_s=timeout_ms / 1000)
         if as_json:
@@ -144,7 +150,10 @@ def describe(
     timeout_ms: TimeoutMs = 60_000,
     as_json: AsJson = False,
 ) -> None:
-    """Show where each partition's log stands, and the settings that are not defaults."""
+    """Show where each partition's log stands, and the settings that are not defaults.
+
+    Example: pk topics describe flights --all-configs
+    """
     seconds = countdown(timeout_ms)
     with quiet_end(), _admin(bootstrap) as admin:
         found = admin.describe_topics(names or None, timeout_s=seconds())
@@ -246,7 +255,10 @@ def alter(
     timeout_ms: TimeoutMs = 60_000,
     as_json: AsJson = False,
 ) -> None:
-    """Change settings of a topic, or give it more partitions."""
+    """Change settings of a topic, or give it more partitions.
+
+    Example: pk topics alter flights --config retention.ms=12h
+    """
     changes = pairs(config, "--config")
     if partitions and add_partitions:
         raise errors.InvalidOption(
@@ -286,6 +298,8 @@ def delete(
 ) -> None:
     """Delete topics.  The table of a topic in the tier stays unless --purge-tier, and its path is
     printed.
+
+    Example: pk topics delete flights --purge-tier
     """
     with quiet_end(), _admin(bootstrap) as admin:
         results = admin.delete_topics(names, purge_tier=purge_tier, timeout_s=timeout_ms / 1000)
@@ -310,7 +324,10 @@ def elect_leaders(
     timeout_ms: TimeoutMs = 60_000,
     as_json: AsJson = False,
 ) -> None:
-    """Elect leaders: the preferred leaders, or any replica for partitions without a leader."""
+    """Elect leaders: the preferred leaders, or any replica for partitions without a leader.
+
+    Example: pk topics elect-leaders flights --preferred
+    """
     if preferred == unclean:
         raise errors.InvalidOption("give one of --preferred and --unclean")
     seconds = countdown(timeout_ms)

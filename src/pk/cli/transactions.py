@@ -67,6 +67,8 @@ def list_transactions(
     """Show the transactional ids of all coordinators.
 
     Every broker is asked.  Coordinators that still load, and brokers that do not answer, are named.
+
+    Example: pk transactions list
     """
     with quiet_end(), _admin(bootstrap) as admin:
         found = admin.list_transactions(
@@ -117,6 +119,8 @@ def describe(
 
     A job, which the tasks of a query write together, is shown with its query, its run, its batches
     and its participants.
+
+    Example: pk transactions describe billing-1
     """
     with quiet_end(), _admin(bootstrap) as admin:
         found = admin.describe_transactions(ids, timeout_s=timeout_ms / 1000)
@@ -225,7 +229,10 @@ def abort(
     timeout_ms: TimeoutMs = 60_000,
     as_json: AsJson = False,
 ) -> None:
-    """Abort the open transaction of an id; its producer learns it from its next call."""
+    """Abort the open transaction of an id; its producer learns it from its next call.
+
+    Example: pk transactions abort billing-1
+    """
     with quiet_end(), _admin(bootstrap) as admin:
         admin.abort_transaction(transactional_id, timeout_s=timeout_ms / 1000)
     if as_json:
@@ -251,6 +258,8 @@ def resolve(
 
     `pk transactions describe` names the table and the version that it has if the batch is in it.
     With the wrong answer, topics and table differ.
+
+    Example: pk transactions resolve billing-1 --commit
     """
     if commit is None:
         raise typer.BadParameter("say what the table has: --commit or --abort")
@@ -270,7 +279,10 @@ def forget(
     timeout_ms: TimeoutMs = 60_000,
     as_json: AsJson = False,
 ) -> None:
-    """Remove a transactional id that no producer uses any more."""
+    """Remove a transactional id that no producer uses any more.
+
+    Example: pk transactions forget billing-1
+    """
     with quiet_end(), _admin(bootstrap) as admin:
         admin.forget_transactional_id(transactional_id, timeout_s=timeout_ms / 1000)
     if as_json:
@@ -300,6 +312,8 @@ def find_hanging(
 
     They hold back the last stable offset of a partition.  The producers of the partitions are
     compared with the transactions that the coordinators know.
+
+    Example: pk transactions find-hanging --topic flights
     """
     seconds = countdown(timeout_ms)
     with quiet_end(), _admin(bootstrap) as admin:

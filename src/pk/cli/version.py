@@ -17,7 +17,10 @@ _LIBRARIES = ("pyarrow", "deltalake", "pyspark", "delta-spark", "grpcio")
 
 @app.command()
 def version(as_json: AsJson = False) -> None:
-    """Print the versions of pk, Python and the libraries; `-` for one that is not installed."""
+    """Print the versions of pk, Python and the libraries; `-` for one that is not installed.
+
+    Example: pk version --json
+    """
     found = {"pk": pk.__version__, "python": platform.python_version()}
     for name in _LIBRARIES:
         try:

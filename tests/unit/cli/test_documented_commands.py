@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,3 +84,22 @@ def test_the_check_finds_mistakes(root: Any) -> None:
     listed = list(command_lines(ROOT / "docs" / "from-kafka.md"))
     assert ["groups", "describe", "g"] in listed
     assert len(listed) > 20
+
+
+def commands(command: Any, *path: str) -> Iterator[tuple[list[str], str]]:
+    """Yield the words of each command and its help."""
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from commands(inner, *path, name)
+    if not hasattr(command, "commands"):
+        yield list(path), inspect.getdoc(command.callback) or ""
+
+
+def test_the_help_of_each_command_has_an_example_that_exists(root: Any) -> None:
+    found = dict.fromkeys(" ".join(path) for path, _ in commands(root))
+    assert len(found) > 50
+    for path, text in commands(root):
+        line = re.search(r"^Examples?: (?:.*\| )?pk (.+)$", text, re.MULTILINE)
+        assert line is not None, path
+        words = line[1].split(" > ")[0].split()
+        assert words[: len(path)] == path
+        assert problem(root, words) is None, words
