@@ -38,6 +38,8 @@ OPEN_MS = 500
 SLOWER = 4
 UNPROMISED = 3
 ADMIN_TIMEOUT_MS = 1_500
+#: The chores that give a partition other replicas, and another number of them.
+MOVES = ("reassign", "reassign_back", "resize")
 #: How often the chore "upgrade" asks: a level is raised once in a run, so not in its first moment.
 UPGRADES = 0.1
 
@@ -73,6 +75,16 @@ def watched(work: Coroutine[Any, Any, None], trouble: OnTrouble) -> asyncio.Task
     return task
 
 
+def replicated(options: SimOptions) -> dict[str, bool]:
+    """Say of each topic whether a leader that lacks acknowledged records of acks=1 can follow.
+
+    That needs a second replica.  A move gives one to a topic of one replica, too: the new replica
+    leads as soon as it is in sync, and the old leader may have acknowledged more by then.
+    """
+    moved = any(chore in options.chores for chore in MOVES)
+    return {plan.name: moved or plan.replication_factor > 1 for plan in options.topics}
+
+
 class SimProducer:
     """A producer that sends bursts of records and reports their outcomes to the oracle."""
 
@@ -100,7 +112,7 @@ class SimProducer:
         self.engine = ProduceEngine(world, cluster_of(world, bootstrap, name), settings)
         self.over = False  #: a fatal error ended it
         self._task: asyncio.Task[None] | None = None
-        self._replicated = {plan.name: plan.replication_factor > 1 for plan in options.topics}
+        self._replicated = replicated(options)
 
     def start(self) -> None:
         self.engine.cluster.start()

@@ -1,4 +1,4 @@
-"""The losses that a simulated reader may be given without a violation."""
+"""The losses that a simulated reader or producer may meet without a violation."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import pytest
 from pk import errors
 from pk.sim.checkers import ReaderCheck, ReadRow, Violation
 from pk.sim.disk import SimStorage
-from pk.sim.options import TopicPlan
+from pk.sim.options import SimOptions, TopicPlan
 from pk.sim.oracle import Oracle, RecordId
 from pk.sim.readers import SimConsumer, _for_want_of_room
+from pk.sim.workload import replicated
 from pk.types import TopicPartition
 
 
@@ -65,3 +66,16 @@ def test_a_loss_that_nothing_explains_is_a_violation(
     loss = errors.DataLoss("x", **RANGE, **more)
     (words,) = told_of(loss, position, rotten=rotten, only=only)
     assert words.startswith("V5: c at t-0")
+
+
+@pytest.mark.parametrize(
+    ("chores", "expected"),
+    [((), {"one": False, "three": True}), (("elect", "grow"), {"one": False, "three": True}),
+     (("reassign",), {"one": True, "three": True}), (("resize",), {"one": True, "three": True})],
+    ids=["none", "no move", "a move", "another number of replicas"],
+)  # fmt: skip
+def test_a_move_takes_the_promise_of_acks_1_from_a_topic_of_one_replica(
+    chores: tuple[str, ...], expected: dict[str, bool]
+) -> None:
+    topics = (TopicPlan("one", 1, {}), TopicPlan("three", 1, {}, replication_factor=3))
+    assert replicated(SimOptions(topics=topics, chores=chores)) == expected
