@@ -68,6 +68,7 @@ class Topic:
     topic_id: str = ""
     former: list[str] = field(default_factory=list)  #: topic ids of its earlier lives
     partitions: int = 0
+    moved: bool = False  #: a move of one of its partitions was requested in this life
     #: partition → the largest offset below which a client asked to delete records, in this life
     deletions: dict[int, Offset] = field(default_factory=dict)
     deleted: dict[int, Offset] = field(default_factory=dict)  #: the same for completed deletions
@@ -130,7 +131,7 @@ class Oracle:
         topic.life += 1
         topic.former.append(topic.topic_id)
         topic.topic_id, topic.partitions, topic.going = topic_id, partitions, False
-        topic.deletions, topic.deleted = {}, {}
+        topic.deletions, topic.deleted, topic.moved = {}, {}, False
 
     def deleting(self, name: str) -> None:
         self.topics[name].going = True
@@ -138,6 +139,15 @@ class Oracle:
     def grown(self, name: str, partitions: int) -> None:
         topic = self.topics[name]
         topic.partitions = max(topic.partitions, partitions)
+
+    def moving(self, name: str) -> None:
+        """Note that a client is about to ask for a move of a partition.
+
+        The move gives the partition a second replica, even if the topic has one.  The second
+        replica may become the leader while it lacks the newest records that the old leader
+        acknowledged with acks=1.  It has all records that were acknowledged before the request.
+        """
+        self.topics[name].moved = True
 
     def weakening(self, name: str, copies: int) -> None:
         """Note that durability settings are about to change.

@@ -38,8 +38,6 @@ OPEN_MS = 500
 SLOWER = 4
 UNPROMISED = 3
 ADMIN_TIMEOUT_MS = 1_500
-#: The chores that give a partition other replicas, and another number of them.
-MOVES = ("reassign", "reassign_back", "resize")
 #: How often the chore "upgrade" asks: a level is raised once in a run, so not in its first moment.
 UPGRADES = 0.1
 
@@ -75,16 +73,6 @@ def watched(work: Coroutine[Any, Any, None], trouble: OnTrouble) -> asyncio.Task
     return task
 
 
-def replicated(options: SimOptions) -> dict[str, bool]:
-    """Say of each topic whether a leader that lacks acknowledged records of acks=1 can follow.
-
-    That needs a second replica.  A move gives one to a topic of one replica, too: the new replica
-    leads as soon as it is in sync, and the old leader may have acknowledged more by then.
-    """
-    moved = any(chore in options.chores for chore in MOVES)
-    return {plan.name: moved or plan.replication_factor > 1 for plan in options.topics}
-
-
 class SimProducer:
     """A producer that sends bursts of records and reports their outcomes to the oracle."""
 
@@ -112,7 +100,7 @@ class SimProducer:
         self.engine = ProduceEngine(world, cluster_of(world, bootstrap, name), settings)
         self.over = False  #: a fatal error ended it
         self._task: asyncio.Task[None] | None = None
-        self._replicated = replicated(options)
+        self._replicated = {plan.name: plan.replication_factor > 1 for plan in options.topics}
 
     def start(self) -> None:
         self.engine.cluster.start()
@@ -179,7 +167,9 @@ class SimProducer:
         def told(metadata: Any, error: errors.PkError | None) -> None:
             if error is not None:
                 self._oracle.failed(sent, repr(error))
-            elif not self._ordered and self._replicated[sent.topic]:
+            elif not self._ordered and (
+                self._replicated[sent.topic] or self._oracle.topics[sent.topic].moved
+            ):
                 self._oracle.failed(sent, "acks=1: the next leader may not have it")
             elif topic_id in self._oracle.topics[sent.topic].former:
                 self._oracle.failed(sent, "by a leader that has not heard of the deletion yet")
@@ -370,6 +360,7 @@ class SimAdmin:
             asked.cancel = True
         else:
             asked.replicas.extend(rng.sample(brokers, plan.replication_factor))
+            self._oracle.moving(plan.name)
         await self._until_done(lambda: request, CANNOT_MOVE)
 
     async def _reassign_back(self, plan: TopicPlan) -> None:
@@ -435,6 +426,7 @@ class SimAdmin:
             partition=partition,
             replicas=replicas,
         )
+        self._oracle.moving(topic)
         await self._until_done(lambda: request, CANNOT_MOVE)
 
     async def _toggle(self, plan: TopicPlan) -> None:

@@ -10,10 +10,10 @@ import pytest
 from pk import errors
 from pk.sim.checkers import ReaderCheck, ReadRow, Violation
 from pk.sim.disk import SimStorage
-from pk.sim.options import SimOptions, TopicPlan
-from pk.sim.oracle import Oracle, RecordId
+from pk.sim.options import TopicPlan
+from pk.sim.oracle import Oracle, Outcome, RecordId
 from pk.sim.readers import SimConsumer, _for_want_of_room
-from pk.sim.workload import replicated
+from pk.sim.workload import SimProducer
 from pk.types import TopicPartition
 
 
@@ -68,14 +68,24 @@ def test_a_loss_that_nothing_explains_is_a_violation(
     assert words.startswith("V5: c at t-0")
 
 
-@pytest.mark.parametrize(
-    ("chores", "expected"),
-    [((), {"one": False, "three": True}), (("elect", "grow"), {"one": False, "three": True}),
-     (("reassign",), {"one": True, "three": True}), (("resize",), {"one": True, "three": True})],
-    ids=["none", "no move", "a move", "another number of replicas"],
-)  # fmt: skip
-def test_a_move_takes_the_promise_of_acks_1_from_a_topic_of_one_replica(
-    chores: tuple[str, ...], expected: dict[str, bool]
-) -> None:
-    topics = (TopicPlan("one", 1, {}), TopicPlan("three", 1, {}, replication_factor=3))
-    assert replicated(SimOptions(topics=topics, chores=chores)) == expected
+def acknowledged(oracle: Oracle, number: int, *, ordered: bool = False) -> bool:
+    """Return whether an acknowledgement by the leader alone counts as a promise to keep the record.
+
+    An ordered producer has acks=all.
+    """
+    sent = oracle.send(RecordId("p", number), "t", 0, ordered=ordered)
+    producer = SimpleNamespace(_ordered=ordered, _oracle=oracle, _replicated={"t": False})
+    told = SimProducer._told(cast("SimProducer", producer), sent, oracle.topics["t"].topic_id)
+    told(SimpleNamespace(partition=0, offset=number), None)
+    return sent.outcome is Outcome.ACKNOWLEDGED
+
+
+def test_a_move_takes_the_promise_of_acks_1_from_a_topic_of_one_replica() -> None:
+    oracle = Oracle([TopicPlan("t", 1, {})])
+    oracle.created("t", "id", 1)
+    assert acknowledged(oracle, 1)
+    oracle.moving("t")
+    assert not acknowledged(oracle, 2)
+    assert acknowledged(oracle, 3, ordered=True)
+    oracle.created("t", "id of its next life", 1)
+    assert acknowledged(oracle, 4)
