@@ -46,9 +46,15 @@ def instructions() -> list[tuple[str, str]]:
     return [(name, rest.strip()) for name, _, rest in (line.partition(" ") for line in lines)]
 
 
+class UnitParser(configparser.ConfigParser):
+    """The names of systemd's options keep their case."""
+
+    def optionxform(self, optionstr: str) -> str:
+        return optionstr
+
+
 def unit() -> configparser.ConfigParser:
-    parsed = configparser.ConfigParser(interpolation=None, strict=True)
-    parsed.optionxform = str  # type: ignore[assignment, method-assign]
+    parsed = UnitParser(interpolation=None, strict=True)
     parsed.read_string((DEPLOY / "systemd" / "pk.service").read_text())
     return parsed
 
@@ -254,8 +260,13 @@ def test_a_container_without_arguments_is_a_node(tmp_path: Path) -> None:
         localized(last["CMD"], {DATA: str(tmp_path), "0.0.0.0:9300": metrics, "9292": str(listen)})
     )
     assert last["STOPSIGNAL"] == "SIGTERM"
+    # pk refuses to listen on every address without a name for clients; the test listens on one
+    assert f"0.0.0.0:{listen}" in command
+    assert command[command.index("--advertise") + 1] == f"127.0.0.1:{listen}"
     with running([each.replace("0.0.0.0", "127.0.0.1") for each in command], {}):
         wait_healthy(metrics)
+        with AdminClient(f"127.0.0.1:{listen}") as admin:
+            assert admin.list_topics() == []
 
 
 def test_the_unit_starts_a_node(tmp_path: Path) -> None:
