@@ -67,6 +67,7 @@ class SimCluster:
             "tier_url": self.store.url,
             "disk_reserve_bytes": 0,
             "tier_offsets_interval_ms": 0,
+            "tier_metadata_interval_ms": 0,
             **server,
         }
         self.machines = [SimMachine(self, plan) for plan in options.nodes]

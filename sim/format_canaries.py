@@ -9,9 +9,8 @@ from unittest.mock import patch
 
 from pk import errors
 from pk.log import checkpoints
-from pk.server.broker import snapshot_loader
 from pk.server.controller import brokers
-from pk.server.metadata import record_serde, records, snapshot
+from pk.server.metadata import record_serde, records, snapshot, snapshot_loader
 from pk.server.metadata.records import MetadataRecord
 
 

@@ -34,21 +34,17 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-from urllib.parse import quote
 
 from crc32c import crc32c
 
 from pk import errors, formats, limits
 from pk.log import checkpoints
+from pk.tiering.cluster_directory import FIRST_GENERATION, directory_of
 from pk.types import Epoch, Offset, PartitionKey, TopicId
 from pk.wire import pk_pb2 as wire
 
 VERSION = 0
 TITLE = "committed-offsets"
-#: The directory of everything in the tier that belongs to no topic (T13).
-CLUSTER_DIRECTORY = "_cluster"
-#: The restore generation of a cluster that was never restored from its tier (T13).
-FIRST_GENERATION = 0
 #: The largest copy, about 500,000 offsets.
 COPY_BYTES_MAX = 64 * limits.MIB
 
@@ -101,7 +97,7 @@ class OffsetsCopy(NamedTuple):
 
 def directory(cluster_id: str, generation: int = FIRST_GENERATION) -> str:
     """Return the directory of a cluster's copies below the tier's root."""
-    return f"{CLUSTER_DIRECTORY}/{quote(cluster_id, safe='')}/{generation}/offsets"
+    return f"{directory_of(cluster_id, generation)}/offsets"
 
 
 def copy_path(cluster_id: str, partition: int, name: CopyName) -> str:

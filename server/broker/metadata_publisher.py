@@ -42,11 +42,11 @@ from pk.log.directory import raise_format
 from pk.log.manager import LogManager
 from pk.server.broker.lifecycle import BrokerLifecycleManager
 from pk.server.broker.replica_manager import ReplicaManager
-from pk.server.broker.snapshot_loader import load_image
 from pk.server.metadata import records
 from pk.server.metadata.cache import MetadataCache
 from pk.server.metadata.delta import difference
 from pk.server.metadata.image import LEASE_RESOURCE, MAINTENANCE_RESOURCES, TOPIC_RESOURCE
+from pk.server.metadata.snapshot_loader import load_image
 from pk.server.raft.log_reader import SLICE_RECORDS
 from pk.server.replica.alter_partition import AlterPartitionManager
 from pk.server.replica.context import Environment

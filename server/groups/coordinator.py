@@ -435,7 +435,7 @@ class GroupCoordinators:
     ) -> wire.ListCoordinatedReply:
         """List the partitions that this broker coordinates, for the copies in the tier (T13)."""
         self._check_contact()
-        reply = wire.ListCoordinatedReply()
+        reply = wire.ListCoordinatedReply(genesis=self._metadata.image.genesis)
         for number, hosted in sorted(self._hosted.items()):
             end = hosted.committed
             if not hosted.reading and end != NONE:

@@ -28,7 +28,7 @@ from google.protobuf.message import Message
 import pk
 from pk import errors, limits, tracing
 from pk.backoff import Backoff, equal_jitter
-from pk.server.tier.offset_copier import OffsetCopier
+from pk.server.tier.cluster_copies import ClusterCopies
 from pk.server.tier.resolver import BatchResolver, TableReader
 from pk.tasks import TaskRegistry
 from pk.tiering.damage import range_of
@@ -124,16 +124,7 @@ class TierNode:
             int(run.server["tier_merge_interval_ms"]),
             self._bug,
         )
-
-        self.offset_copier = OffsetCopier(
-            world,
-            self._ask_broker,
-            store,
-            run.cluster_id,
-            int(run.server["tier_offsets_interval_ms"]),
-            log,
-            metrics,
-        )
+        self.copies = ClusterCopies(world, store, run, hello, self._ask_broker, log, metrics)
 
     @property
     def address(self) -> str:
@@ -181,6 +172,7 @@ class TierNode:
         await self._tasks.close()
         await self.worker.close()
         await self._broker.close()
+        await self.copies.close()
 
     def _bug(self, where: str, bug: BaseException) -> None:
         if self._log is not None:
@@ -206,8 +198,7 @@ class TierNode:
         await self._probe()
         self._tasks.spawn(self._report())
         self._tasks.spawn(self.merger.run())
-        if int(self.run.server["tier_offsets_interval_ms"]):
-            self._tasks.spawn(self.offset_copier.run())
+        self.copies.start(self._tasks.spawn)
         if self._metrics is not None:
             self._tasks.spawn(self._count(self._metrics))
         await self._poll()

@@ -9,6 +9,8 @@ Invariants
       again, and asked again with back-off.
   K2  A broker that is away, or that no longer coordinates a partition, is no failure.
   K3  A partition whose copy would be larger than COPY_BYTES_MAX is not copied, and the log says so.
+  K5  Nothing is copied or removed below a directory of another cluster (tiering/cluster_directory
+      H1).
   K4  Nothing is copied while the store has a copy of a later leader epoch.  That ends with the
       present epoch, unless the metadata log was restored from an older backup; the log says so.
 """
@@ -23,6 +25,7 @@ from google.protobuf.message import Message
 from pk import errors, tracing
 from pk.backoff import Backoff, equal_jitter
 from pk.tiering import offset_copies, offset_files
+from pk.tiering.cluster_directory import ClusterOwner
 from pk.tiering.objects import ObjectStore
 from pk.tiering.offset_copies import OffsetCopies
 from pk.tiering.offset_files import CopyLines, CopyName
@@ -31,7 +34,13 @@ from pk.wire import pk_pb2 as wire
 from pk.world import World
 
 BACKOFF_MS = (1_000, 300_000)
-_STORE = (errors.TierUnavailable, errors.StoreRefused)
+_STORE = (
+    errors.TierUnavailable,
+    errors.StoreRefused,
+    errors.TierOfAnotherCluster,
+    errors.DamagedTierFile,
+    errors.NewerFormat,
+)
 
 
 class OffsetCopier:
@@ -55,6 +64,7 @@ class OffsetCopier:
         self._ask = ask
         self._store = store
         self._cluster_id = cluster_id
+        self._owner = ClusterOwner(store, cluster_id)
         self._interval_ms = interval_ms
         self._log = log
         self._copies = OffsetCopies(interval_ms)
@@ -87,9 +97,12 @@ class OffsetCopier:
             each.partition: CopyName(each.leader_epoch, each.high_watermark)
             for each in reply.partitions
         }
+        if not reply.genesis:  # the broker has no metadata yet
+            return False
         whole = True
         for partition in self._copies.due(names.items(), self._clock.monotonic_ms()):
             try:
+                await self._owner.require(reply.genesis)  # K5
                 whole &= await self._copy(partition, names[partition])
             except _STORE as problem:  # K1
                 self._failed(problem)

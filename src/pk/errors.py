@@ -30,7 +30,7 @@
     │       StorageFailed · CorruptLog · AddressInUse · StoreRefused · TierTableChanged ·
     │       DamagedTierFile · LogUnidentified · LogMissing · ClusterIdMismatch · DuplicateBroker ·
     │       StaleBrokerEpoch · MetadataBehind · DirectoryNotFormatted · DirectoryFormatted ·
-    │       JavaMissing · JarsMissing · SnapshotUnusable · TooManyPartitions
+    │       JavaMissing · JarsMissing · SnapshotUnusable · TooManyPartitions · TierOfAnotherCluster
     └── InternalError             ours: a bug; report it
 
 `code` travels on the wire (Kafka's number where Kafka has one, ours from 1000).  `retriable`: the
@@ -61,6 +61,7 @@ from pk.group_errors import RebalanceInProgress as RebalanceInProgress
 from pk.group_errors import StaleOffsetCommit as StaleOffsetCommit
 from pk.group_errors import UnknownMemberId as UnknownMemberId
 from pk.group_errors import UnstableOffsetCommit as UnstableOffsetCommit
+from pk.tier_errors import TierOfAnotherCluster as TierOfAnotherCluster
 
 # -- retriable -------------------------------------------------------------------------------------
 

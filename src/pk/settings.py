@@ -307,6 +307,9 @@ SERVER = Options(
         Option("tier_offsets_interval_ms", int, 60_000,
                "how often changed committed offsets of groups are copied to the tier (T13); "
                "0 = never", "ms", 0),
+        Option("tier_metadata_interval_ms", int, 60_000,
+               "how often changed metadata of the cluster are copied to the tier (T13); 0 = never",
+               "ms", 0),
         Option("maintenance_runner", bool, False,
                "whether this node runs the schedules of maintenance jobs: one more process, with a "
                "JVM while a job needs Spark. Several nodes may: each job is run by one of them"),

@@ -8223,7 +8223,9 @@ Global___OffsetFetchReply: _TypeAlias = OffsetFetchReply  # noqa: Y015
 
 @_typing.final
 class CoordinatedPartition(_message.Message):
-    """The partitions of __consumer_offsets that the broker coordinates (T13).  high_watermark: everything below it is in what is read afterwards"""
+    """The partitions of __consumer_offsets that the broker coordinates (T13).  high_watermark: everything below it is in what is read afterwards.
+    genesis: of the cluster's metadata log
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -8268,16 +8270,19 @@ class ListCoordinatedReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PARTITIONS_FIELD_NUMBER: _builtins.int
+    GENESIS_FIELD_NUMBER: _builtins.int
+    genesis: _builtins.str
     @_builtins.property
     def partitions(self) -> _containers.RepeatedCompositeFieldContainer[Global___CoordinatedPartition]: ...
     def __init__(
         self,
         *,
         partitions: _abc.Iterable[Global___CoordinatedPartition] | None = ...,
+        genesis: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["partitions", b"partitions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["genesis", b"genesis", "partitions", b"partitions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

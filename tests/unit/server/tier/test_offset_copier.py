@@ -30,6 +30,7 @@ class Rig:
         self.world = self.sim.world_of("tier")
         self.store = MemoryStore()
         self.epoch, self.end = 1, 10
+        self.genesis = "first"
         self.groups = {"g": 5, "h": 6}
         self.away: errors.PkError | None = None
         self.reads = 0
@@ -54,7 +55,7 @@ class Rig:
             here = wire.CoordinatedPartition(
                 partition=3, leader_epoch=self.epoch, high_watermark=self.end
             )
-            return wire.ListCoordinatedReply(partitions=[here])
+            return wire.ListCoordinatedReply(partitions=[here], genesis=self.genesis)
         self.reads += 1
         meanwhile, self.meanwhile = self.meanwhile, lambda: None
         meanwhile()
@@ -83,6 +84,9 @@ class Rig:
         found = self.sim.run(stored_offsets.read_offsets(self.store, "c"))
         groups = found[3].groups if found else {}
         return {name: group.offsets[KEY].offset for name, group in groups.items()}
+
+    def copies(self) -> list[str]:
+        return [path for path in self.store.objects if path.endswith(".offsets")]
 
     def commit(self, offset: int) -> None:
         self.groups["g"] = offset
@@ -113,7 +117,7 @@ def test_old_copies_are_removed(rig: Rig) -> None:
     for offset in range(5):
         rig.commit(offset)
         rig.after(MINUTE_MS)
-    assert len(rig.store.objects) == 2
+    assert len(rig.copies()) == 2
     assert rig.stored()["g"] == 4
 
 
@@ -142,7 +146,26 @@ def test_metadata_that_are_older_than_the_tier_are_reported(rig: Rig) -> None:
     rig.end += 1
     assert rig.after(MINUTE_MS)
     assert rig.lines == ["offset_copy_superseded"]
-    assert len(rig.store.objects) == 1
+    assert len(rig.copies()) == 1
+
+
+def test_another_cluster_of_the_same_id_replaces_no_copy(rig: Rig) -> None:
+    """server/tier/offset_copier K5: a restore needs the copies of the cluster that was lost."""
+    rig.after()
+    before = dict(rig.store.objects)
+    rig.copier, rig.genesis, rig.groups = rig.made(), "second", {"new": 1}
+    rig.epoch = 9
+    for _ in range(3):
+        rig.end += 1
+        assert not rig.after(MINUTE_MS)
+    assert rig.store.objects == before
+    assert rig.lines == ["offset_copies_failing"], "once"
+
+
+def test_a_broker_without_metadata_copies_nothing(rig: Rig) -> None:
+    rig.genesis = ""
+    assert not rig.after()
+    assert (rig.store.objects, rig.lines) == ({}, [])
 
 
 def test_a_failing_store_is_logged_once_and_asked_again(rig: Rig) -> None:
@@ -177,8 +200,10 @@ def test_the_loop_asks_a_failing_store_with_back_off(rig: Rig) -> None:
 def test_a_copy_whose_reply_was_lost_is_not_written_twice(rig: Rig) -> None:
     whole = rig.store.put_if_absent
 
-    async def lost(path: str, data: Any) -> bool:
-        await whole(path, data)
+    async def lost(path: str, data: Any) -> Any:
+        info = await whole(path, data)
+        if not path.endswith(".offsets"):
+            return info
         rig.store.put_if_absent = whole  # type: ignore[method-assign]
         raise errors.TierUnavailable("no reply")
 
