@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from pk import errors
+from pk import errors, generations
 from pk.log import batch as batches
 from pk.log import control_rows, validate
 from pk.log.batch import Header
@@ -40,6 +40,8 @@ from pk.log.storage import Buffer
 from pk.types import NONE, Offset
 
 NEVER = 2**63 - 1
+#: No append passes the end of a block of this many offsets (rule T13).
+BLOCK = generations.OFFSETS
 
 
 class LogAppender:
@@ -128,6 +130,10 @@ class LogAppender:
             raise refusal
         stamp = now_ms if self._local.config.log_append_time and not header.control else None
         base = self.tail.decided.next_offset
+        if generations.leaves_block(base, header.next_offset - header.base_offset, BLOCK):
+            raise errors.UnsupportedFeature(
+                f"{self._local.topic_partition}: no offset is left (T13): make another topic"
+            )
         parts = batches.patched(batch, base, leader_epoch, stamp)
         max_timestamp = header.max_timestamp if stamp is None else stamp
         activity_ms = now_ms if activity_ms is None else activity_ms

@@ -192,7 +192,8 @@ def data_loss(
     """Returns the error with which a read of a missing range fails."""
     return errors.DataLoss(
         f"{uri}: no file of version {version} holds offsets [{start}, {end}) of partition "
-        f"{partition}: another engine deleted these rows, or restored an older version. "
+        f"{partition}: another engine deleted these rows, or restored an older version, or a "
+        "restore of the cluster lost what was not in the table. "
         "`pk tier repair` brings back what the local log still has, `pk tier accept` settles it",
         offset=str(start),
         next_offset=str(end),

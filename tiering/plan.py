@@ -29,7 +29,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pk import errors
+from pk import errors, generations
 from pk.tiering import accounting, rewrites
 from pk.tiering.accounting import suspects
 from pk.tiering.data_files import DataFile, NewFile
@@ -408,6 +408,12 @@ def _old_lease(token: int, newest: int) -> errors.LeaseHeld:
 
 
 def _fenced(partition: int, claim: Epoch, epoch: Epoch) -> errors.FencedLeaderEpoch:
+    generation = generations.generation_of_epoch(claim)
+    if generation > generations.generation_of_epoch(epoch):
+        return errors.FencedLeaderEpoch(
+            f"partition {partition} of the table: this cluster was restored from its tier as "
+            f"another one (generation {generation}): stop it, its records reach no table any more"
+        )
     return errors.FencedLeaderEpoch(
         f"partition {partition} of the table is claimed by leader epoch {claim}; "
         f"epoch {epoch} may not append"

@@ -11,7 +11,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from pk import errors, limits, settings
+from pk import errors, generations, limits, settings
 from pk.server.controller.commands import (
     AllocateProducerIds,
     CreatePartitions,
@@ -301,6 +301,8 @@ def allocate_producer_ids(image: MetadataImage, _rules: Rules, command: Allocate
     request = command.request
     registered(image, request.broker_id, request.broker_epoch)
     first = image.next_producer_id
+    if generations.leaves_block(first, limits.PRODUCER_ID_BLOCK, generations.PRODUCER_IDS):
+        raise errors.UnsupportedFeature("this cluster has no producer ids left (T13)")
     record = wire.ProducerIdsRecord(
         broker_id=request.broker_id,
         broker_epoch=request.broker_epoch,

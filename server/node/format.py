@@ -34,7 +34,7 @@ import os
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pk
 from pk import errors, formats
@@ -56,6 +56,16 @@ from pk.server.raft.quorum_state_store import (
 METADATA_FILE = "directory.json"
 METADATA_FORMAT = 0
 _METADATA_FIELDS = ("format", "cluster_id", "node_id", "directory_id")
+
+
+class Seed(NamedTuple):
+    """The first snapshot of the metadata log of a restored cluster."""
+
+    name: str  #: of the file
+    raw: bytes
+    directory_id: str  #: of this node's metadata, if the node is alone
+
+
 #: Name of the identity file of a data directory (pk.log.directory).
 PARTITIONS = "topics"
 LOCK_ATTEMPTS = 10
@@ -370,6 +380,17 @@ def controller_identity(dirs: Sequence[str], resolved: Resolved) -> tuple[int, s
 # -- pk server format ------------------------------------------------------------------------------
 
 
+def require_new(dirs: Sequence[str]) -> None:
+    """Raise `DirectoryFormatted` for a directory that is not empty, `InvalidConfig` without any."""
+    for path in _absolute(dirs):
+        if os.path.isdir(path) and os.listdir(path):
+            raise errors.DirectoryFormatted(
+                f"{path} is not empty: a restore needs new directories. Move it away if the disk "
+                "was replaced",
+                directory=path,
+            )
+
+
 def format_node(
     dirs: Sequence[str],
     resolved: Resolved,
@@ -377,8 +398,11 @@ def format_node(
     cluster_id: str,
     initial_controllers: bool,
     ignore_formatted: bool,
+    seed: Seed | None = None,
 ) -> Formatted:
     """Format the node's directories.
+
+    seed: the first snapshot of the metadata log, of a cluster that is restored from its tier
 
     Raises `InvalidConfig` for contradictions, `DirectoryFormatted` for existing directories, and
     the errors of `prepare`.
@@ -418,6 +442,7 @@ def format_node(
             initial_controllers,
             fresh=paths[0] in fresh,
             clustered=is_clustered(server),
+            seed=seed,
         )
     _format_all(paths, node_id, cluster_id)
     voter = directory_id == voter_directory_id(cluster_id, node_id)
@@ -451,7 +476,14 @@ def _cluster_id(given: str, server: Any) -> str:
 
 
 def _format_metadata(
-    path: str, cluster_id: str, node_id: int, initial: bool, *, fresh: bool, clustered: bool
+    path: str,
+    cluster_id: str,
+    node_id: int,
+    initial: bool,
+    *,
+    fresh: bool,
+    clustered: bool,
+    seed: Seed | None = None,
 ) -> str:
     """Format the metadata, before the data directory, so that a formatted directory is complete."""
     root = os.path.join(path, "metadata")
@@ -476,7 +508,10 @@ def _format_metadata(
             "may have voted. Put the metadata back, or format without --initial-controllers",
             option="initial_controllers",
         )
-    directory_id = voter_directory_id(cluster_id, node_id) if initial else new_id()  # F1
+    alone_id = new_id() if seed is None else seed.directory_id
+    directory_id = voter_directory_id(cluster_id, node_id) if initial else alone_id  # F1
+    if seed is not None:  # the first start finishes the load (raft/recovery)
+        storage.replace_file(seed.name, seed.raw)
     storage.replace_file(QUORUM_STATE, first_state())
     known = {
         "format": METADATA_FORMAT,

@@ -23,7 +23,7 @@ from pk.server.metadata.image import MetadataImage
 from pk.server.metadata.snapshot_loader import ControllerCalls, read_image, read_log
 from pk.server.raft.snapshot_files import SNAPSHOT_BYTES_MAX
 from pk.server.raft.snapshot_id import SnapshotId
-from pk.tiering import metadata_copies
+from pk.tiering import metadata_copies, restore_records
 from pk.tiering.cluster_directory import ClusterOwner
 from pk.tiering.metadata_copies import CopyLook, MetadataCopies, MetadataName
 from pk.tiering.objects import ObjectStore
@@ -68,6 +68,7 @@ class MetadataCopier:
         self._backoff = Backoff(BACKOFF_MS, equal_jitter(world.rng))
         self._failing = False
         self._superseded = False
+        self._restores = 0  #: objects of restores in the store, none of which is of this cluster
         self._started_ms = world.clock.monotonic_ms()
         self._gauges = None if metrics is None else _Gauges(metrics)
 
@@ -87,6 +88,7 @@ class MetadataCopier:
     async def copy(self) -> bool:
         """Write a copy if one is due; return False if controller or store did not do their part."""
         try:
+            await self._require_not_restored()
             if not self._owner.checked:
                 await self._read()
             due = await self._look()
@@ -102,6 +104,19 @@ class MetadataCopier:
         self._succeeded()
         self._show_age()
         return True
+
+    async def _require_not_restored(self) -> None:
+        """Raise `ClusterRestored` if this cluster was restored from its tier as another one."""
+        found = await self._store.list(restore_records.RESTORES)
+        if len(found) == self._restores:
+            return
+        for each in await restore_records.restores_in(self._store):
+            if each.source == self._cluster_id:
+                raise errors.ClusterRestored(
+                    f"this cluster was restored from its tier as cluster {each.cluster_id} "
+                    f"(generation {each.generation}): stop it, what it stores reaches no table"
+                )
+        self._restores = len(found)
 
     async def _look(self) -> CopyLook:
         names = await metadata_in(self._store, self._cluster_id)

@@ -30,7 +30,9 @@
     │       StorageFailed · CorruptLog · AddressInUse · StoreRefused · TierTableChanged ·
     │       DamagedTierFile · LogUnidentified · LogMissing · ClusterIdMismatch · DuplicateBroker ·
     │       StaleBrokerEpoch · MetadataBehind · DirectoryNotFormatted · DirectoryFormatted ·
-    │       JavaMissing · JarsMissing · SnapshotUnusable · TooManyPartitions · TierOfAnotherCluster
+    │       JavaMissing · JarsMissing · SnapshotUnusable · TooManyPartitions ·
+    │       TierOfAnotherCluster · NothingToRestore · ClusterAlive · RestoreUnderWay ·
+    │       ClusterRestored
     └── InternalError             ours: a bug; report it
 
 `code` travels on the wire (Kafka's number where Kafka has one, ours from 1000).  `retriable`: the
@@ -61,6 +63,12 @@ from pk.group_errors import RebalanceInProgress as RebalanceInProgress
 from pk.group_errors import StaleOffsetCommit as StaleOffsetCommit
 from pk.group_errors import UnknownMemberId as UnknownMemberId
 from pk.group_errors import UnstableOffsetCommit as UnstableOffsetCommit
+from pk.tier_errors import ClusterAlive as ClusterAlive
+from pk.tier_errors import ClusterRestored as ClusterRestored
+from pk.tier_errors import DamagedTierFile as DamagedTierFile
+from pk.tier_errors import NothingToRestore as NothingToRestore
+from pk.tier_errors import RestoreUnderWay as RestoreUnderWay
+from pk.tier_errors import SnapshotUnusable as SnapshotUnusable
 from pk.tier_errors import TierOfAnotherCluster as TierOfAnotherCluster
 
 # -- retriable -------------------------------------------------------------------------------------
@@ -533,20 +541,6 @@ class TierTableChanged(OperatorError):
     """The topic's Delta table was deleted, re-created, altered or rolled back (rule T8)."""
 
     code = 1037
-
-
-class SnapshotUnusable(OperatorError):
-    """A topic has no snapshot of its latest values, or it is too old, damaged, or was changed: run
-    the job `snapshot`.
-    """
-
-    code = 1071
-
-
-class DamagedTierFile(OperatorError):
-    """A data file of a topic's table is missing, or its bytes have changed."""
-
-    code = 1050
 
 
 class JavaMissing(OperatorError):

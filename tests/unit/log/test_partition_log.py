@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pk import errors
-from pk.log import aborted, columns, control_rows
+from pk.log import aborted, appending, columns, control_rows
 from pk.log import batch as batches
 from pk.log.control_rows import Marker
 from pk.log.index_cache import IndexCache
@@ -50,6 +50,16 @@ def test_offsets_are_decided_before_and_visible_after_the_write(bench: Make) -> 
     done = b.log.complete(plan)
     assert (done.written_end, done.synced_end, done.failed, b.log.pending_bytes) == (5, 0, (), 0)
     assert b.values() == [0, 1, 2, 3, 4]
+
+
+def test_no_batch_passes_the_end_of_a_block(bench: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next block belongs to a restored cluster, which may have begun."""
+    monkeypatch.setattr(appending, "BLOCK", 8)
+    b = bench()
+    b.append(raw_batch(5))
+    with pytest.raises(errors.UnsupportedFeature, match="no offset is left"):
+        b.decide(raw_batch(4))
+    assert b.decide(raw_batch(3)).last_offset == 7
 
 
 def test_bytes_travel_unchanged(bench: Make) -> None:

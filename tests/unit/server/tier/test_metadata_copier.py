@@ -17,8 +17,9 @@ from pk.server.raft.snapshot_framing import check
 from pk.server.raft.snapshot_id import SnapshotId, file_name
 from pk.server.tier.metadata_copier import MetadataCopier
 from pk.sim.world import SimWorld
-from pk.tiering import cluster_directory, metadata_copies
+from pk.tiering import cluster_directory, metadata_copies, restore_records
 from pk.tiering.objects import MemoryStore
+from pk.tiering.restore_records import RestoreRecord
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 from tests.unit.server.metadata.metadata_records import Historian
@@ -224,3 +225,19 @@ def test_a_failing_store_is_logged_once_and_a_controller_that_is_away_is_not(rig
     rig.log.go_on(1)
     assert rig.after(1_000)
     assert rig.lines == ["metadata_copies_failing", "metadata_copies_recovered"]
+
+
+def test_a_cluster_that_was_restored_elsewhere_says_so_and_copies_nothing(rig: Rig) -> None:
+    """A restore of another cluster of the same tier changes nothing."""
+
+    def restored(generation: int, source: str) -> None:
+        record = RestoreRecord(generation, source, "copy", f"new {source}", "genesis", 0)
+        assert rig.sim.run(restore_records.put_record(rig.store, record))
+
+    restored(1, "another")
+    assert rig.after()
+    assert len(rig.copies()) == 1
+    restored(2, "cluster")
+    rig.log.go_on(3)
+    assert [rig.after(MINUTE_MS), rig.after(MINUTE_MS)] == [False, False]
+    assert (rig.lines, len(rig.copies())) == (["metadata_copies_failing"], 1)
