@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from real_cluster import close, until, values
+from real_cluster import close, run, until, values
 
 from pk import (
     AdminClient,
@@ -21,13 +22,18 @@ from pk import (
 )
 from pk.cli import tier_restore
 from pk.cli.embedded import CLUSTER_ID, EmbeddedCluster, EmbeddedServer
+from pk.cli.tier_restore_offsets import GONE, PUT_BACK, restore_offsets
 from pk.client.admin import NewTopic
 from pk.server.node.settings import resolve
 from pk.server.tier.restore import RestoreReport, Wishes
 
 pytestmark = pytest.mark.integration
 
-COPIES = {"tier_metadata_interval_ms": 300, "tier_max_lag_ms": 200}
+COPIES = {
+    "tier_metadata_interval_ms": 300,
+    "tier_offsets_interval_ms": 300,
+    "tier_max_lag_ms": 200,
+}
 PARTITIONS, RECORDS = 2, 200
 FIRST = generations.OFFSETS
 
@@ -69,8 +75,45 @@ def read(address: str, upto: Sequence[int]) -> tuple[list[Any], list[tuple[str, 
     return sorted(rows), lost
 
 
+def commit(address: str, offsets: dict[TopicPartition, int]) -> None:
+    with Consumer(address, group_id="g", enable_auto_commit=False) as consumer:
+        consumer.assign(list(offsets))
+        consumer.commit(offsets)
+
+
+def put_back(tier: Path, address: str) -> None:
+    """Commit the offsets of the lost cluster; what was committed since then stays."""
+    command = ["tier", "restore-offsets", "--cluster-id", CLUSTER_ID, "--tier-url", tier.as_uri()]
+    command += ["--bootstrap", address, "--json"]
+
+    def execute() -> None:
+        url = tier.as_uri()
+        restore_offsets(CLUSTER_ID, tier_url=url, execute=True, bootstrap=address, as_json=True)
+
+    with AdminClient(address) as admin:
+        shown = json.loads(run(command))["offsets"]
+        assert {each["topic"]: each["outcome"] for each in shown} == {
+            "t": PUT_BACK,
+            "local": GONE,
+        }
+        assert admin.group_offsets("g") == {}, "they were only shown"
+        execute()
+        assert admin.group_offsets("g") == {TopicPartition("t", 0): 30}
+        commit(address, {TopicPartition("t", 0): 40})
+        execute()
+        assert admin.group_offsets("g") == {TopicPartition("t", 0): 40}
+
+
 def files(tier: Path) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for path in tier.rglob("*") if path.is_file()}
+
+
+def dry_run(tier: Path, server: EmbeddedServer) -> dict[str, Any]:
+    """Return what a restore shows of each topic; it changes nothing."""
+    before = files(tier)
+    report = restored(server, dry_run=True)
+    assert (files(tier), report.formatted) == (before, None)
+    return {each.topic: (each.has_table, each.rows, each.table_ends) for each in report.topics}
 
 
 def test_a_cluster_that_lost_all_disks_is_restored_from_its_tier(tmp_path: Path) -> None:
@@ -93,7 +136,9 @@ def test_a_cluster_that_lost_all_disks_is_restored_from_its_tier(tmp_path: Path)
         until(lambda: is_tiered(cluster.address), "every record is in the table")
         ends = [RECORDS // PARTITIONS] * PARTITIONS
         stored, _ = read(cluster.address, ends)
-        until(lambda: any(tier.glob(f"_cluster/{CLUSTER_ID}/0/metadata/*")), "metadata are copied")
+        commit(cluster.address, {TopicPartition("t", 0): 30, TopicPartition("local", 0): 1})
+        for kind in ("metadata", "offsets"):
+            until(lambda k=kind: any(tier.glob(f"_cluster/{CLUSTER_ID}/0/{k}/**/*-*")), kind)
         for node in cluster.nodes:
             cluster.kill(node)
     nodes = list(cluster.nodes.values())
@@ -101,12 +146,10 @@ def test_a_cluster_that_lost_all_disks_is_restored_from_its_tier(tmp_path: Path)
         shutil.rmtree(server.data)
         server.settings["cluster_id"] = "restored"
 
-    untouched = files(tier)
-    report = restored(nodes[0], dry_run=True)
-    assert (files(tier), report.formatted) == (untouched, None)
-    shown = {each.topic: (each.has_table, each.rows, each.table_ends) for each in report.topics}
-    assert shown == {"t": (True, RECORDS, tuple(ends)), "local": (False, 0, ())}
-
+    assert dry_run(tier, nodes[0]) == {
+        "t": (True, RECORDS, tuple(ends)),
+        "local": (False, 0, ()),
+    }
     restored(nodes[0])
     with pytest.raises(errors.DirectoryFormatted):
         restored(nodes[0])
@@ -131,6 +174,7 @@ def test_a_cluster_that_lost_all_disks_is_restored_from_its_tier(tmp_path: Path)
         producer.commit_transaction()
         epoch = transactional_ids.epoch_of_producer(producer.identity[0])
         assert generations.generation_of_epoch(epoch) == 1
+    put_back(tier, cluster.address)
     rows, lost = read(cluster.address, [FIRST + 1] * PARTITIONS)
     assert [row for row in rows if row[1] < FIRST] == stored
     assert [row[:2] for row in rows if row[1] >= FIRST] == [(0, FIRST), (1, FIRST)]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pk.cli import tier_history, tier_list, tier_restore
+from pk.cli import tier_history, tier_list, tier_restore, tier_restore_offsets
 from pk.cli.common import (
     DEFAULT_BOOTSTRAP,
     AsJson,
@@ -30,6 +30,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 app.command()(tier_history.history)
 app.command("list")(tier_list.list_tables)
 app.command()(tier_restore.restore)
+app.command()(tier_restore_offsets.restore_offsets)
 
 
 @app.command()

@@ -146,8 +146,8 @@ def _show(report: RestoreReport) -> None:
     ]
     table(["topic", "partitions", "rows in the table", "lost from, by partition"], rows)
     print(
-        "Lost: records that were acknowledged and are not in a table, committed offsets of groups, "
-        "open transactions, and the memory of producers and jobs, which recognises repetitions"
+        "Lost: records that were acknowledged and are not in a table, open transactions, and the "
+        "memory of producers and jobs, which recognises repetitions"
     )
     made = report.formatted
     if made is None:
