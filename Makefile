@@ -84,7 +84,7 @@ test-chaos: $(VENV)/.ready ## five rounds of kill -9 under load, and four faults
 check: $(VENV)/.ready ## lint, types, layers, generated pages
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/codespell src log server client tiering sparkconnector sim notebooks docs *.md
-	$(VENV)/bin/mypy -p pk & types=$$!; \
+	$(VENV)/bin/mypy -p pk -p bench & types=$$!; \
 	  $(PYTEST) tests/test_tidy*.py || { wait $$types; exit 1; }; wait $$types
 
 ##@ Long runs and comparisons
