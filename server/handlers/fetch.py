@@ -265,6 +265,7 @@ class FetchStream:
 
     async def _send_frame(self) -> None:
         session = self._session
+        begun_s = self._now_s()
         reply = wire.FetchReply()
         pieces: list[frames.Buffer] = []
         budget = min(session.max_bytes, max(1, session.credit))
@@ -295,7 +296,9 @@ class FetchStream:
             frame = frames.pieces(head_of(reply), pieces)
             session.sent(sent, self._clock.monotonic_ms())
             self._env.metrics.fetched(sum(map(len, frame)))
+            read_s = self._now_s()
             await self._stream.send(*frame)
+            self._env.metrics.sent(read_s - begun_s, self._now_s() - read_s)
         else:
             session.sent(0, self._clock.monotonic_ms())
 
@@ -505,6 +508,7 @@ class FetchStream:
     async def _read_cold(self, position: Position) -> None:
         """Read a position from the tier: one delayed remote fetch."""
         share = max(1, self._session.max_bytes // COLD_MAX)
+        begun_s = self._now_s()
         try:
             partition = self._partitions.find(position.key)
             payload, next_offset = await self._tier.fetch(
@@ -516,6 +520,7 @@ class FetchStream:
         except Exception as bug:
             self._env.bug("cold fetch", bug)
             done = _Cold(position, b"", position.next_offset, errors.InternalError(repr(bug)))
+        self._env.metrics.read_cold(self._now_s() - begun_s)
         self._cold_done.append(done)
 
     def _add_cold(self, reply: wire.FetchReply, pieces: list[frames.Buffer], budget: int) -> int:
