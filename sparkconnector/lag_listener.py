@@ -263,12 +263,12 @@ class _Gauges(Collector):
 
     def describe(self) -> Iterable[Metric]:
         """Return the families without samples: a registry refuses a second listener by them."""
-        return _families()
+        return families()
 
     def collect(self) -> Iterable[Metric]:
         with self._lock:
             queries, left_out = list(self._queries.values()), self._left_out
-        partition, topic, rows, event, without, dropped = _families()
+        partition, topic, rows, event, without, dropped = families()
         room = self._limit
         for known in queries:
             for each in known.lag.partitions[:room]:
@@ -285,7 +285,7 @@ class _Gauges(Collector):
         return partition, topic, rows, event, without, dropped
 
 
-def _families() -> tuple[Any, ...]:
+def families() -> tuple[Any, ...]:
     """Return the families of metrics, without samples."""
     return (
         GaugeMetricFamily(
