@@ -107,13 +107,12 @@ def _default(option: Any) -> str:
 
 def _split(doc: str) -> tuple[str, list[str]]:
     """Return the text of a docstring, and the command lines of its examples."""
-    text, examples = [], []
+    text: list[str] = []
+    examples: list[str] = []
     for line in doc.splitlines():
-        bare = line.strip()
-        for head in ("Examples:", "Example:"):
-            bare = bare.removeprefix(head).strip()
-        if bare.startswith("pk ") and (bare != line.strip() or examples):
-            examples.append(bare)
+        begun = line.removeprefix("Examples:").removeprefix("Example:")
+        if begun != line or (examples and line.startswith(" ")):
+            examples.append(begun.strip())
         else:
             text.append(line)
     return "\n".join(text).strip(), examples

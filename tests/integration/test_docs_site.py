@@ -32,6 +32,7 @@ def test_the_site_is_whole_and_needs_no_network(tmp_path: Path) -> None:
     foreign = [found for text in pages.values() for found in FOREIGN.findall(text)]
     assert not foreign
     assert 'id="pk-topics-create"' in pages["commands.html"]
+    assert "Example:" not in pages["commands.html"], "an example is a code block"
     assert "pk_spark_lag" in pages["metrics.html"]
     # the theme's script would load Mermaid from another host for such an element
     assert not [name for name, text in pages.items() if re.search(r'class="[^"]*\bmermaid\b', text)]
