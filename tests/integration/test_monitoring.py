@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import urllib.request
@@ -119,3 +120,16 @@ def test_the_scrape_names_the_rules() -> None:
     found = yaml.safe_load((EXAMPLES / "prometheus.yml").read_text())
     assert found["rule_files"] == ["alerts.yml"]
     assert [each["job_name"] for each in found["scrape_configs"]] == ["pk"]
+
+
+def test_the_page_of_metrics_has_what_a_node_exports(scraped: str) -> None:
+    """docs/site_reference.py finds them in the source text."""
+    path = Path(__file__).parents[2] / "docs" / "site_reference.py"
+    spec = importlib.util.spec_from_file_location("site_reference", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    page = {each.name: each.kind for each in module.metrics()}
+    exported = re.findall(r"^# TYPE (pk_\S+) (\S+)$", scraped, re.MULTILINE)
+    assert {name: kind for name, kind in exported if page.get(name) != kind} == {}
