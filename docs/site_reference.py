@@ -134,6 +134,8 @@ def metrics_in(text: str) -> Iterator[Metric]:
             continue
         name = getattr(node.func, "attr", getattr(node.func, "id", ""))
         given = [_constant(each) for each in node.args[:3]]
+        if name == "stages" and len(given) == 3 and all(isinstance(g, str) for g in given[:2]):
+            yield _metric("histogram", f"pk_{given[0]}", ("stage",), str(given[1]))
         if name in KINDS and len(given) >= 2 and all(isinstance(each, str) for each in given[:2]):
             labels = given[2] if len(given) > 2 and isinstance(given[2], tuple) else ()
             yield _metric(name, f"pk_{given[0]}", labels, str(given[1]))

@@ -108,6 +108,7 @@ class FetchStream:
     ) -> None:
         self._env = env
         self._clock = env.clock
+        self._now_s = asyncio.get_running_loop().time
         self._partitions = partitions
         self._corruption = corruption
         self._tier = tier
@@ -233,11 +234,8 @@ class FetchStream:
         return session.due_at_ms(now_ms) - now_ms if session.due_at_ms(now_ms) > now_ms else 0
 
     async def _sleep(self, wait_ms: int | None) -> None:
-        if wait_ms is None:
-            await self._wake.wait()
-            return
         try:
-            async with asyncio.timeout(wait_ms / 1000):
+            async with asyncio.timeout(None if wait_ms is None else wait_ms / 1000):
                 await self._wake.wait()
         except TimeoutError:
             pass
@@ -270,11 +268,8 @@ class FetchStream:
         pieces: list[frames.Buffer] = []
         budget = min(session.max_bytes, max(1, session.credit))
         sent = self._add_cold(reply, pieces, budget)
-        plans = []
-        for position in session.take_turns(TURNS_MAX):
-            plan = self._plan(position, reply)
-            if plan is not None:
-                plans.append(plan)
+        turns = session.take_turns(TURNS_MAX)
+        plans = [plan for each in turns if (plan := self._plan(each, reply)) is not None]
         while plans and sent < budget:
             recent = _read_at_once(plans[0], budget - sent, sent == 0)
             if recent is not None:

@@ -39,7 +39,7 @@ from pk.log.batch import HEADER_BYTES, Header
 from pk.server.handlers.appends import Appends
 from pk.server.handlers.unverified import UnverifiedBatches
 from pk.server.replica.context import Environment
-from pk.server.replica.delayed_produce import DelayedProduce, Timing
+from pk.server.replica.delayed_produce import DelayedProduce, ProduceTiming
 from pk.server.replica.leader import ACKS_ALL
 from pk.server.replica.purgatory import ProducePurgatory
 from pk.tasks import TaskRegistry, awaited
@@ -292,9 +292,7 @@ class ProduceStream:
             )
         timeout_ms = request.timeout_ms if request.timeout_ms > 0 else TIMEOUT_DEFAULT_MS
         deadline_ms = self._clock.monotonic_ms() + timeout_ms
-        return _Job(
-            frame.head.correlation_id, request.acks, deadline_ms, entries, self._now_s()
-        )
+        return _Job(frame.head.correlation_id, request.acks, deadline_ms, entries, self._now_s())
 
     # -- appender --------------------------------------------------------------------------------
 
@@ -332,7 +330,7 @@ class ProduceStream:
         delayed = DelayedProduce(
             self._answered, job.correlation_id, index, job.acks, job.deadline_ms
         )
-        timing = delayed.timing = Timing(self._now_s, job.received_s)
+        timing = delayed.timing = ProduceTiming(self._now_s, job.received_s)
         if job.acks:
             self._owed += 1
             self._delayed[delayed] = None

@@ -13,7 +13,7 @@ from pk.server.replica.watchers import Credit
 from pk.types import NONE, Epoch, Offset
 
 
-class Timing:
+class ProduceTiming:
     """When an entry passed from one stage to the next, in seconds of the loop's time."""
 
     __slots__ = ("_now_s", "appended_s", "received_s", "written_s")
@@ -68,7 +68,7 @@ class DelayedProduce:
         self.index = index
         self.acks = acks
         self.deadline_ms = deadline_ms
-        self.timing: Timing | None = None  #: of a client's request
+        self.timing: ProduceTiming | None = None  #: of a client's request
         self.size = 0
         self.base_offset = NONE
         self.last_offset = NONE

@@ -27,19 +27,7 @@ class BrokerMetrics:
         self._produce_frames, self._produce_bytes = frames.labels("produce"), size.labels("produce")
         self._fetch_frames, self._fetch_bytes = frames.labels("fetch"), size.labels("fetch")
         self._errors = counter("errors_total", "entries answered with an error", ("error",))
-        self._produce_times = metrics.stages(
-            "produce_time_ms",
-            "time of a produced batch by stage: queue = from its receipt to its append, with its "
-            "validation; local = the write; remote = the wait for the in-sync replicas; total = to "
-            "the answer",
-            (QUEUE, LOCAL, REMOTE, TOTAL),
-        )
-        self._fetch_times = metrics.stages(
-            "fetch_time_ms",
-            "time of a frame to a reader by stage: read = from the local log; send = until the "
-            "socket took it; cold = a read from the tier",
-            (READ, SEND, COLD),
-        )
+        self._add_times(metrics)
         self.calls = counter("calls_total", "control requests", ("request",))
         self.streams = gauge("streams", "open streams", ("kind",))
         self.parked = gauge("produce_parked", "produce replies that wait for the high watermark")
@@ -98,6 +86,22 @@ class BrokerMetrics:
             "controller_contact_age_ms",
             "age of the last answered heartbeat when the next one was answered",
             buckets=CONTACT_MS,
+        )
+
+    def _add_times(self, metrics: Metrics) -> None:
+        """Create the histograms of requests by stage, as Kafka's RequestMetrics."""
+        self._produce_times = metrics.stages(
+            "produce_time_ms",
+            "time of a produced batch by stage: queue = from its receipt to its append, with its "
+            "validation; local = the write; remote = the wait for the in-sync replicas; total = to "
+            "the answer",
+            (QUEUE, LOCAL, REMOTE, TOTAL),
+        )
+        self._fetch_times = metrics.stages(
+            "fetch_time_ms",
+            "time of a frame to a reader by stage: read = from the local log; send = until the "
+            "socket took it; cold = a read from the tier",
+            (READ, SEND, COLD),
         )
 
     def _add_tier(self, metrics: Metrics) -> None:

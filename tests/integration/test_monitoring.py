@@ -66,6 +66,24 @@ def value(text: str, name: str, **labels: str) -> float:
     return float(line.rsplit(" ", 1)[1])
 
 
+def test_latency_is_counted_by_stage(scraped: str) -> None:
+    """Every answered batch and every frame is in one bucket of each of its stages."""
+    answered = value(scraped, "pk_produce_time_ms_count", stage="total")
+    assert answered >= 1
+    for stage in ("queue", "local", "remote"):
+        assert value(scraped, "pk_produce_time_ms_count", stage=stage) == answered
+    parts = sum(
+        value(scraped, "pk_produce_time_ms_sum", stage=stage)
+        for stage in ("queue", "local", "remote")
+    )
+    assert parts == pytest.approx(value(scraped, "pk_produce_time_ms_sum", stage="total"))
+    assert parts > 0
+    sent = value(scraped, "pk_fetch_time_ms_count", stage="send")
+    assert sent == value(scraped, "pk_fetch_time_ms_count", stage="read") >= 1
+    assert value(scraped, "pk_fetch_time_ms_count", stage="cold") == 0
+    assert value(scraped, "pk_fetch_time_ms_bucket", stage="send", le="+Inf") == sent
+
+
 def test_partitions_have_metrics(scraped: str) -> None:
     flights = {"topic": "flights", "partition": "0"}
     assert value(scraped, "pk_partition_log_end_offset", **flights) == 100
