@@ -84,7 +84,7 @@ test-chaos: $(VENV)/.ready ## five rounds of kill -9 under load, and four faults
 check: $(VENV)/.ready ## lint, types, layers, generated pages
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/codespell src log server client tiering sparkconnector sim notebooks docs *.md
-	$(VENV)/bin/mypy -p pk & types=$$!; \
+	$(VENV)/bin/mypy -p pk -p bench & types=$$!; \
 	  $(PYTEST) tests/test_tidy*.py || { wait $$types; exit 1; }; wait $$types
 
 ##@ Long runs and comparisons
@@ -170,6 +170,11 @@ setup: $(VENV)/.jars ## the environment in .venv/, and the jars Spark needs
 docs: $(VENV)/.ready ## the pages of docs/ that are made from the tables the code runs on
 	$(PY) docs/generate.py
 
+.PHONY: docs-site
+docs-site: $(VENV)/.ready ## the documentation site, into build/site
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
+	@echo "build/site is ready: $(PY) -m http.server --bind 127.0.0.1 --directory build/site"
+
 .PHONY: format
 format: $(VENV)/.ready ## sort imports, fix what ruff can fix, format
 	$(VENV)/bin/ruff check --fix .
@@ -197,7 +202,7 @@ $(VENV)/.ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 	  { echo "error: pk needs Python 3.11 or newer; $(PYTHON) is not: make PYTHON=/path/to/python3.11"; exit 1; }
 	[ -x $(PY) ] || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[spark,s3,demo,bench,notebooks,dev]'
+	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[spark,s3,demo,bench,notebooks,docs,dev]'
 	@touch $@
 
 $(VENV)/.jars: $(VENV)/.ready | java

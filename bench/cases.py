@@ -477,5 +477,21 @@ _STORED = (
     ),
 )
 
-CASES = (*_CLIENTS, *_GROUPS, *_CLUSTERS, *_SPARK, *_STORED)
+_TIER = (
+    Case(
+        name="cold_isolation",
+        what="The p99 of the time from send to the acknowledgement, with one record of 100 bytes "
+        "in flight, while 128 consumers loop over records that are in the tier only",
+        against="the same with 16 consumers",
+        plan="cold_isolation",
+        pk_modes=("128",),
+        peer_modes=("16",),
+        variants=(Variant("none", unit="ms", least=0.91, less_is_better=True),),
+        records=4_000_000,
+        peer_records=4_000_000,
+        records_least=2_000_000,
+    ),
+)
+
+CASES = (*_CLIENTS, *_GROUPS, *_CLUSTERS, *_SPARK, *_STORED, *_TIER)
 BY_NAME = {case.name: case for case in CASES}

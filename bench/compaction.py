@@ -43,6 +43,7 @@ def records(count: int, keys: int) -> Iterator[tuple[list[bytes], list[bytes]]]:
 
 def local(count: int, keys: int, root: Path) -> dict[str, Any]:
     """Clean a log of one partition."""
+    from pk.clock import MedianTime
     from pk.compaction import local_cleaner
     from pk.compaction.cleaning_job import make_job
     from pk.compaction.offset_map import key_hasher
@@ -52,14 +53,19 @@ def local(count: int, keys: int, root: Path) -> dict[str, Any]:
 
     storage = RealStorage(str(root))
     log = _filled(storage, records(count, keys))
-    parts = [CleanablePart(*each[:3], NO_TIMESTAMP, each.max_timestamp) for each in log.segments]
+    parts = [
+        CleanablePart(
+            each.base_offset, each.next_offset, each.size, NO_TIMESTAMP, each.max_timestamp
+        )
+        for each in log.segments
+    ]
     found = plan(
         parts[:-1], CompactionLimits(0.0, 0, 2**63 - 1), active=parts[-1],
         log_start=0, cleaned_end=0, last_stable_offset=log.written_end, hold=None, now_ms=1,
     )  # fmt: skip
     job = make_job(
         log, found, root=str(root), tail=".bench.cleaned", settled_end=0,
-        delete_retention_ms=1, map_bytes=MAP_BYTES, now_ms=1,
+        delete_retention_ms=1, map_bytes=MAP_BYTES, now=MedianTime(1, 1),
     )  # fmt: skip
     start = time.perf_counter()
     result = local_cleaner.clean(storage, job, key_hasher(os.urandom(32)))

@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -151,7 +151,7 @@ def serve(folder: Path) -> None:
         side._admin.close()
         side._server.stop(STOP_TIMEOUT_S)
 
-    calls = {
+    calls: dict[str, Callable[..., Any]] = {
         "start": start,
         "stop": stop,
         "probe": side.probe,

@@ -101,7 +101,14 @@ class PkSide:
 
     def ends(self, topic: str) -> list[int]:
         """Return where each partition ends."""
-        found = self._admin.offsets(topic)
+        return self._offsets(topic, "latest")
+
+    def local_starts(self, topic: str) -> list[int]:
+        """Return where each partition's local log begins."""
+        return self._offsets(topic, "earliest_local")
+
+    def _offsets(self, topic: str, at: str) -> list[int]:
+        found = self._admin.offsets(topic, at)
         return [found[place] for place in sorted(found, key=lambda place: place.partition)]
 
     def tier(self, topic: str) -> Path:

@@ -133,6 +133,10 @@ class TieredSide(Side, Protocol):
         """Return the folder of the topic's table, once it holds the whole log."""
         ...
 
+    def local_starts(self, topic: str) -> list[int]:
+        """Return where each partition's local log begins."""
+        ...
+
 
 class ClusterSide(Side, Protocol):
     """Three nodes, each controller and broker; topics have three replicas."""

@@ -14,14 +14,28 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pk.sparkconnector.lag_listener import LagListener, PartitionLag, QueryLag
     from pk.sparkconnector.sessions import read_topic, register, session
     from pk.sparkconnector.together import commit_together
 
-__all__ = ["commit_together", "read_topic", "register", "session"]
+#: What users import from here, and the module of each.
+_MODULES = {
+    "session": "sessions",
+    "register": "sessions",
+    "read_topic": "sessions",
+    "commit_together": "together",
+    "LagListener": "lag_listener",
+    "QueryLag": "lag_listener",
+    "PartitionLag": "lag_listener",
+}
+__all__ = [
+    "commit_together", "read_topic", "register", "session",
+    "LagListener", "QueryLag", "PartitionLag",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    module = _MODULES.get(name)
+    if module is None:
         raise AttributeError(f"module 'pk.sparkconnector' has no attribute {name!r}")
-    module = "together" if name == "commit_together" else "sessions"
     return getattr(import_module(f"pk.sparkconnector.{module}"), name)

@@ -29,6 +29,7 @@ HOMES = {
     "rebalance": ("rebalance", "Rebalance"),
     "partitions": ("partitions", "Partitions"),
     "deep": ("deep", "Deep"),
+    "cold_isolation": ("cold", "ColdIsolation"),
     "failover": ("clusters", "Failover"),
     "replicated": ("clusters", "Replicated"),
     "cluster_partitions": ("clusters", "ClusterPartitions"),

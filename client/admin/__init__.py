@@ -436,6 +436,21 @@ class AdminClient:
         """
         self._groups.alter_group_offsets(group_id, offsets, timeout_s)
 
+    def delete_group_offsets(
+        self,
+        group_id: str,
+        partitions: Iterable[TopicPartition],
+        *,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        """Delete committed offsets of topics to which no member subscribes (KIP-496).
+
+        A partition without a committed offset is passed over.  Raises `GroupSubscribedToTopic`;
+        then the offsets of other topics may be gone.  Raises `GroupIdNotFound`,
+        `UnknownTopicOrPartition`.
+        """
+        self._groups.delete_group_offsets(group_id, partitions, timeout_s)
+
     def delete_group(self, group_id: str, *, timeout_s: float = TIMEOUT_S) -> None:
         """Delete a group without members, with its offsets.
 

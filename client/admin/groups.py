@@ -12,7 +12,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from pk import errors
+from pk import errors, limits
 from pk.client import arguments
 from pk.client.admin.connection import AdminConnection
 from pk.client.admin.described import everyone
@@ -191,6 +191,25 @@ class GroupCalls:
         reply = self._ask(name, request, self._connection.left_s(deadline_s))
         for refused in reply.refused:
             raise frames.raise_error(refused.error)
+
+    def delete_group_offsets(
+        self, group_id: str, partitions: Iterable[TopicPartition], timeout_s: float
+    ) -> None:
+        """Delete committed offsets of a group, a bounded number in each request."""
+        name = arguments.text(group_id, "group_id")
+        places = sorted(set(arguments.places(partitions)))
+        deadline_s = self._connection.deadline_s(timeout_s)
+        ids = {topic: found for found, topic in self._names(timeout_s).items()}
+        for place in places:
+            if place.topic not in ids:
+                raise errors.UnknownTopicOrPartition(f"topic {place.topic!r} does not exist")
+        for at in range(0, len(places), limits.OFFSETS_PER_REQUEST_MAX):
+            request = wire.DeleteOffsetsRequest(group_id=name)
+            for place in places[at : at + limits.OFFSETS_PER_REQUEST_MAX]:
+                request.topics.add(topic_id=ids[place.topic], partitions=[place.partition])
+            reply = self._ask(name, request, self._connection.left_s(deadline_s))
+            for refused in reply.refused:
+                raise frames.raise_error(refused.error)
 
     def delete_group(self, group_id: str, timeout_s: float) -> None:
         """Delete a group without members."""

@@ -271,11 +271,17 @@ def delete(groups: Groups, command: commands.DeleteOffsets, now_ms: int) -> Out:
     """Delete offsets for an operator; topics that a member subscribes to keep theirs."""
     request = command.request
     group = groups.known(request.group_id)
-    check_stable(group, keys_of(request.topics))
+    wanted = keys_of(request.topics)
+    if len(wanted) > limits.OFFSETS_PER_REQUEST_MAX:
+        raise errors.InvalidRequest(
+            f"{len(wanted)} partitions in one request; {limits.OFFSETS_PER_REQUEST_MAX} are "
+            "allowed: delete them in parts"
+        )
+    check_stable(group, wanted)
     subscribed = subscribed_ids(group, command.image)
     reply = wire.DeleteOffsetsReply()
     found: list[GroupLogRecord] = []
-    for key in dict.fromkeys(keys_of(request.topics)):
+    for key in dict.fromkeys(wanted):
         if key.topic_id in subscribed:
             refusal = errors.GroupSubscribedToTopic(
                 f"a member of group {request.group_id!r} subscribes to the topic of {key}"
@@ -285,7 +291,7 @@ def delete(groups: Groups, command: commands.DeleteOffsets, now_ms: int) -> Out:
             )
         elif key in group.offsets:
             found.append(records.offset_removed(request.group_id, key))
-    return decision(reply, found[: limits.OFFSETS_PER_REQUEST_MAX])
+    return decision(reply, found)
 
 
 def subscribed_ids(group: ConsumerGroup, image: MetadataImage) -> set[TopicId]:

@@ -108,6 +108,7 @@ class FetchStream:
     ) -> None:
         self._env = env
         self._clock = env.clock
+        self._now_s = asyncio.get_running_loop().time
         self._partitions = partitions
         self._corruption = corruption
         self._tier = tier
@@ -233,11 +234,8 @@ class FetchStream:
         return session.due_at_ms(now_ms) - now_ms if session.due_at_ms(now_ms) > now_ms else 0
 
     async def _sleep(self, wait_ms: int | None) -> None:
-        if wait_ms is None:
-            await self._wake.wait()
-            return
         try:
-            async with asyncio.timeout(wait_ms / 1000):
+            async with asyncio.timeout(None if wait_ms is None else wait_ms / 1000):
                 await self._wake.wait()
         except TimeoutError:
             pass
@@ -265,15 +263,13 @@ class FetchStream:
 
     async def _send_frame(self) -> None:
         session = self._session
+        begun_s = self._now_s()
         reply = wire.FetchReply()
         pieces: list[frames.Buffer] = []
         budget = min(session.max_bytes, max(1, session.credit))
         sent = self._add_cold(reply, pieces, budget)
-        plans = []
-        for position in session.take_turns(TURNS_MAX):
-            plan = self._plan(position, reply)
-            if plan is not None:
-                plans.append(plan)
+        turns = session.take_turns(TURNS_MAX)
+        plans = [plan for each in turns if (plan := self._plan(each, reply)) is not None]
         while plans and sent < budget:
             recent = _read_at_once(plans[0], budget - sent, sent == 0)
             if recent is not None:
@@ -295,7 +291,9 @@ class FetchStream:
             frame = frames.pieces(head_of(reply), pieces)
             session.sent(sent, self._clock.monotonic_ms())
             self._env.metrics.fetched(sum(map(len, frame)))
+            read_s = self._now_s()
             await self._stream.send(*frame)
+            self._env.metrics.sent(read_s - begun_s, self._now_s() - read_s)
         else:
             session.sent(0, self._clock.monotonic_ms())
 
@@ -505,6 +503,7 @@ class FetchStream:
     async def _read_cold(self, position: Position) -> None:
         """Read a position from the tier: one delayed remote fetch."""
         share = max(1, self._session.max_bytes // COLD_MAX)
+        begun_s = self._now_s()
         try:
             partition = self._partitions.find(position.key)
             payload, next_offset = await self._tier.fetch(
@@ -516,6 +515,7 @@ class FetchStream:
         except Exception as bug:
             self._env.bug("cold fetch", bug)
             done = _Cold(position, b"", position.next_offset, errors.InternalError(repr(bug)))
+        self._env.metrics.read_cold(self._now_s() - begun_s)
         self._cold_done.append(done)
 
     def _add_cold(self, reply: wire.FetchReply, pieces: list[frames.Buffer], budget: int) -> int:

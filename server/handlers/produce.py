@@ -39,7 +39,7 @@ from pk.log.batch import HEADER_BYTES, Header
 from pk.server.handlers.appends import Appends
 from pk.server.handlers.unverified import UnverifiedBatches
 from pk.server.replica.context import Environment
-from pk.server.replica.delayed_produce import DelayedProduce
+from pk.server.replica.delayed_produce import DelayedProduce, ProduceTiming
 from pk.server.replica.leader import ACKS_ALL
 from pk.server.replica.purgatory import ProducePurgatory
 from pk.tasks import TaskRegistry, awaited
@@ -74,11 +74,25 @@ class _Entry(NamedTuple):
 class _Job:
     """A frame between the socket and the log."""
 
-    __slots__ = ("acks", "checked", "checking", "correlation_id", "deadline_ms", "entries")
+    __slots__ = (
+        "acks",
+        "checked",
+        "checking",
+        "correlation_id",
+        "deadline_ms",
+        "entries",
+        "received_s",
+    )
 
     def __init__(
-        self, correlation_id: int, acks: int, deadline_ms: int, entries: list[_Entry]
+        self,
+        correlation_id: int,
+        acks: int,
+        deadline_ms: int,
+        entries: list[_Entry],
+        received_s: float,
     ) -> None:
+        self.received_s = received_s
         self.correlation_id = correlation_id
         self.acks = acks
         self.deadline_ms = deadline_ms
@@ -161,6 +175,7 @@ class ProduceStream:
     ) -> None:
         self._env = env
         self._clock = env.clock
+        self._now_s = asyncio.get_running_loop().time
         self._appends = appends
         self._producers = producers
         self._purgatory = purgatory
@@ -277,7 +292,7 @@ class ProduceStream:
             )
         timeout_ms = request.timeout_ms if request.timeout_ms > 0 else TIMEOUT_DEFAULT_MS
         deadline_ms = self._clock.monotonic_ms() + timeout_ms
-        return _Job(frame.head.correlation_id, request.acks, deadline_ms, entries)
+        return _Job(frame.head.correlation_id, request.acks, deadline_ms, entries, self._now_s())
 
     # -- appender --------------------------------------------------------------------------------
 
@@ -315,6 +330,7 @@ class ProduceStream:
         delayed = DelayedProduce(
             self._answered, job.correlation_id, index, job.acks, job.deadline_ms
         )
+        timing = delayed.timing = ProduceTiming(self._now_s, job.received_s)
         if job.acks:
             self._owed += 1
             self._delayed[delayed] = None
@@ -322,6 +338,7 @@ class ProduceStream:
             if isinstance(checked, errors.PkError):
                 raise checked
             self._hear(checked)
+            timing.appended()
             if checked.transactional and self._unverified.hold(
                 entry.key, checked, entry.batch, entry.leader_epoch, delayed
             ):
@@ -365,6 +382,7 @@ class ProduceStream:
     # -- replier ---------------------------------------------------------------------------------
 
     def _answered(self, delayed: DelayedProduce, error: errors.PkError | None) -> None:
+        self._env.metrics.answered(delayed, self._now_s())
         if error is not None:
             self._env.metrics.refused(error)
         if not delayed.acks:

@@ -13,6 +13,26 @@ from pk.server.replica.watchers import Credit
 from pk.types import NONE, Epoch, Offset
 
 
+class ProduceTiming:
+    """When an entry passed from one stage to the next, in seconds of the loop's time."""
+
+    __slots__ = ("_now_s", "appended_s", "received_s", "written_s")
+
+    def __init__(self, now_s: Callable[[], float], received_s: float) -> None:
+        self._now_s = now_s
+        self.received_s = received_s
+        self.appended_s: float | None = None
+        self.written_s: float | None = None
+
+    def appended(self) -> None:
+        """Note that the batch was decided and waits for its write."""
+        self.appended_s = self._now_s()
+
+    def written(self) -> None:
+        """Note that the batch is written here."""
+        self.written_s = self._now_s()
+
+
 class DelayedProduce:
     """An entry of a produce request whose reply was not sent yet."""
 
@@ -30,6 +50,7 @@ class DelayedProduce:
         "parked",
         "sink",
         "size",
+        "timing",
     )
 
     def __init__(
@@ -47,6 +68,7 @@ class DelayedProduce:
         self.index = index
         self.acks = acks
         self.deadline_ms = deadline_ms
+        self.timing: ProduceTiming | None = None  #: of a client's request
         self.size = 0
         self.base_offset = NONE
         self.last_offset = NONE
@@ -57,6 +79,8 @@ class DelayedProduce:
 
     def completed(self) -> int:
         """Return the credit of batches that are written or undone; returns their bytes."""
+        if self.timing is not None:
+            self.timing.written()
         if self.credit is not None:
             self.credit.written(self.size)
         return self.size

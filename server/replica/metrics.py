@@ -7,7 +7,11 @@ scheduler's wheel, not when something moves.
 from __future__ import annotations
 
 from pk import errors
+from pk.server.replica.delayed_produce import DelayedProduce
 from pk.tracing import Metrics
+
+QUEUE, LOCAL, REMOTE, TOTAL = "queue", "local", "remote", "total"
+READ, SEND, COLD = "read", "send", "cold"
 
 #: Bounds around broker_heartbeat_interval_ms, and up to broker_session_timeout_ms and beyond.
 CONTACT_MS = (1_000, 1_050, 1_100, 1_250, 1_500, 2_000, 2_500, 3_000, 4_000, 5_000, 6_000, 10_000)
@@ -23,6 +27,7 @@ class BrokerMetrics:
         self._produce_frames, self._produce_bytes = frames.labels("produce"), size.labels("produce")
         self._fetch_frames, self._fetch_bytes = frames.labels("fetch"), size.labels("fetch")
         self._errors = counter("errors_total", "entries answered with an error", ("error",))
+        self._add_times(metrics)
         self.calls = counter("calls_total", "control requests", ("request",))
         self.streams = gauge("streams", "open streams", ("kind",))
         self.parked = gauge("produce_parked", "produce replies that wait for the high watermark")
@@ -81,6 +86,22 @@ class BrokerMetrics:
             "controller_contact_age_ms",
             "age of the last answered heartbeat when the next one was answered",
             buckets=CONTACT_MS,
+        )
+
+    def _add_times(self, metrics: Metrics) -> None:
+        """Create the histograms of requests by stage, as Kafka's RequestMetrics."""
+        self._produce_times = metrics.stages(
+            "produce_time_ms",
+            "time of a produced batch by stage: queue = from its receipt to its append, with its "
+            "validation; local = the write; remote = the wait for the in-sync replicas; total = to "
+            "the answer",
+            (QUEUE, LOCAL, REMOTE, TOTAL),
+        )
+        self._fetch_times = metrics.stages(
+            "fetch_time_ms",
+            "time of a frame to a reader by stage: read = from the local log; send = until the "
+            "socket took it; cold = a read from the tier",
+            (READ, SEND, COLD),
         )
 
     def _add_tier(self, metrics: Metrics) -> None:
@@ -150,6 +171,32 @@ class BrokerMetrics:
     def fetched(self, size: int) -> None:
         self._fetch_frames.inc()
         self._fetch_bytes.inc(size)
+
+    def answered(self, delayed: DelayedProduce, now_s: float) -> None:
+        """Count where the time of an answered batch went."""
+        timing = delayed.timing
+        if timing is None:
+            return
+        observe, appended, written = (
+            self._produce_times.observe,
+            timing.appended_s,
+            timing.written_s,
+        )
+        if appended is not None:
+            observe(QUEUE, appended - timing.received_s)
+            if written is not None:
+                observe(LOCAL, written - appended)
+                observe(REMOTE, now_s - written)
+        observe(TOTAL, now_s - timing.received_s)
+
+    def sent(self, read_s: float, send_s: float) -> None:
+        """Count where the time of a frame to a reader went."""
+        self._fetch_times.observe(READ, read_s)
+        self._fetch_times.observe(SEND, send_s)
+
+    def read_cold(self, seconds: float) -> None:
+        """Count a read from the tier."""
+        self._fetch_times.observe(COLD, seconds)
 
     def refused(self, error: errors.PkError) -> None:
         self._errors.labels(type(error).__name__).inc()

@@ -11,8 +11,10 @@ label `role`.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import contextlib
 import datetime
+import itertools
 import json
 import sys
 import traceback
@@ -28,7 +30,12 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
@@ -103,6 +110,40 @@ class Family(NamedTuple):
     samples: Sequence[tuple[Sequence[str], float]]  #: values of the labels, and the value
 
 
+class StageTimes:
+    """How long requests spent in each stage: one histogram with the label `stage`.
+
+    `observe` costs a tenth of prometheus_client's own, which matters at one call a batch and stage:
+    no lock, because one loop writes and the same loop is scraped.
+    """
+
+    def __init__(self, name: str, doc: str, stages: Iterable[str]) -> None:
+        self.name = name
+        self.doc = doc
+        #: by stage: how many fell into each bucket, the last one without a bound; and the sum in ms
+        self._counts = {stage: [0] * (len(LATENCY_MS) + 1) for stage in stages}
+        self._sums = dict.fromkeys(self._counts, 0.0)
+
+    def observe(self, stage: str, seconds: float) -> None:
+        """Count one request that spent this time in a stage."""
+        took_ms = seconds * 1000
+        self._counts[stage][bisect.bisect_left(LATENCY_MS, took_ms)] += 1
+        self._sums[stage] += took_ms
+
+    def family(self) -> Metric:
+        """Return the histogram of this moment."""
+        found = HistogramMetricFamily(self.name, self.doc, labels=("stage",))
+        for stage, counts in self._counts.items():
+            bounds = [*map(_bound, LATENCY_MS), "+Inf"]
+            buckets = list(zip(bounds, itertools.accumulate(counts), strict=True))
+            found.add_metric((stage,), buckets, self._sums[stage])
+        return found
+
+
+def _bound(bound: float) -> str:
+    return str(float(bound))
+
+
 class _AtScrape(Collector):
     """Asks for families when the registry is scraped."""
 
@@ -120,6 +161,16 @@ class _AtScrape(Collector):
             for labels, value in each.samples:
                 metric.add_metric(labels, value)
             yield metric
+
+
+class _Stages(Collector):
+    """Exports a `StageTimes`."""
+
+    def __init__(self, times: StageTimes) -> None:
+        self._times = times
+
+    def collect(self) -> Iterable[Metric]:
+        yield self._times.family()
 
 
 class Metrics:
@@ -159,6 +210,12 @@ class Metrics:
     def at_scrape(self, families: Callable[[], Iterable[Family]]) -> None:
         """Add metrics that `families` makes for each scrape."""
         self.registry.register(_AtScrape(families))
+
+    def stages(self, name: str, doc: str, stages: Iterable[str]) -> StageTimes:
+        """Return a histogram by stage."""
+        times = StageTimes(f"{self._prefix}_{name}", doc, stages)
+        self.registry.register(_Stages(times))
+        return times
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""

@@ -200,3 +200,12 @@ def test_records_are_deleted_up_to_a_position(pk: Pk) -> None:
     assert json.loads(pk("topics", "offsets", "short", "--json"))["offsets"] == [
         {"partition": 0, "offset": 10}
     ]
+
+
+def test_a_topic_that_is_not_there_is_named_without_advice_to_try_again(pk: Pk) -> None:
+    said = pk("topics", "delete", "nope", code=1)
+    assert b"nope" in said
+    assert b"try again" not in said
+    said = pk("consume", "nope", "--json", code=1)
+    assert said.startswith(b"error: ")
+    assert b"nope" in said

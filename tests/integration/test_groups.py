@@ -266,6 +266,51 @@ def test_a_group_is_shown_reset_and_deleted(server: EmbeddedServer, topic: str) 
             admin.describe_group(topic)
 
 
+def test_offsets_are_exported_restored_set_by_time_and_deleted(
+    server: EmbeddedServer, topic: str, tmp_path: Path
+) -> None:
+    where = ["--bootstrap", server.address]
+    zero, one = (TopicPartition(topic, number) for number in (0, 1))
+    with Producer(server.address) as producer:
+        for number in range(3):
+            producer.send(topic, b"v", partition=0, timestamp_ms=1_000 * (number + 1))
+    with Consumer(server.address, group_id=topic, **OPTIONS) as consumer:
+        consumer.assign([zero, one])
+        consumer.commit({zero: 1, one: 0})
+    described = json.loads(run(["groups", "describe", topic, "--lag-time", "--json", *where]))
+    assert [(each["lag"], each["lag_ms"]) for each in described["offsets"]] == [(2, 1_000), (0, 0)]
+    reset = ["groups", "reset-offsets", topic]
+    backup = tmp_path / "offsets.csv"
+    backup.write_text(run([*reset, "--all-topics", "--to-current", "--export", *where]))
+    assert backup.read_text() == f"{topic},0,1\n{topic},1,0\n"
+    with AdminClient(server.address) as admin:
+        at = ["--topic", topic, "--execute", *where]
+        run([*reset, "--to-datetime", "1970-01-01T00:00:02.500Z", *at])
+        assert admin.group_offsets(topic)[zero] == 2
+        run([*reset, "--by-duration", "1d", *at])
+        assert admin.group_offsets(topic)[zero] == 3, "no record is newer: the end"
+        run([*reset, "--from-file", str(backup), "--topic", f"{topic}:0", "--execute", *where])
+        assert admin.group_offsets(topic)[zero] == 1
+        backup.write_text(f"{topic},0,2\n{topic},{PARTITIONS},0\n")
+        with pytest.raises(AssertionError, match="which does not exist"):
+            run([*reset, "--from-file", str(backup), "--execute", *where])
+        assert admin.group_offsets(topic)[zero] == 1, "nothing of a wrong file is committed"
+        delete = ["groups", "delete-offsets", topic, "--topic", f"{topic}:0"]
+        run([*delete, *where])
+        assert zero in admin.group_offsets(topic)
+        run([*delete, "--execute", *where])
+        assert zero not in admin.group_offsets(topic)
+        assert one in admin.group_offsets(topic)
+        with pytest.raises(errors.GroupIdNotFound):
+            admin.delete_group_offsets("nope", [zero])
+        with Consumer(server.address, group_id=topic, **OPTIONS) as consumer:
+            consumer.subscribe(topic)
+            until(lambda: consumer.poll(timeout_s=0.1) or consumer.assignment())
+            with pytest.raises(errors.GroupSubscribedToTopic):
+                admin.delete_group_offsets(topic, [one])
+        assert one in admin.group_offsets(topic)
+
+
 def test_the_group_goes_on_when_its_coordinator_dies(tmp_path: Path) -> None:
     """No member rebalances, commits go on, and every record is processed."""
     with EmbeddedCluster(tmp_path, settings=SETTINGS) as cluster:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import urllib.request
@@ -65,6 +66,24 @@ def value(text: str, name: str, **labels: str) -> float:
     return float(line.rsplit(" ", 1)[1])
 
 
+def test_latency_is_counted_by_stage(scraped: str) -> None:
+    """Every answered batch and every frame is in one bucket of each of its stages."""
+    answered = value(scraped, "pk_produce_time_ms_count", stage="total")
+    assert answered >= 1
+    for stage in ("queue", "local", "remote"):
+        assert value(scraped, "pk_produce_time_ms_count", stage=stage) == answered
+    parts = sum(
+        value(scraped, "pk_produce_time_ms_sum", stage=stage)
+        for stage in ("queue", "local", "remote")
+    )
+    assert parts == pytest.approx(value(scraped, "pk_produce_time_ms_sum", stage="total"))
+    assert parts > 0
+    sent = value(scraped, "pk_fetch_time_ms_count", stage="send")
+    assert sent == value(scraped, "pk_fetch_time_ms_count", stage="read") >= 1
+    assert value(scraped, "pk_fetch_time_ms_count", stage="cold") == 0
+    assert value(scraped, "pk_fetch_time_ms_bucket", stage="send", le="+Inf") == sent
+
+
 def test_partitions_have_metrics(scraped: str) -> None:
     flights = {"topic": "flights", "partition": "0"}
     assert value(scraped, "pk_partition_log_end_offset", **flights) == 100
@@ -119,3 +138,16 @@ def test_the_scrape_names_the_rules() -> None:
     found = yaml.safe_load((EXAMPLES / "prometheus.yml").read_text())
     assert found["rule_files"] == ["alerts.yml"]
     assert [each["job_name"] for each in found["scrape_configs"]] == ["pk"]
+
+
+def test_the_page_of_metrics_has_what_a_node_exports(scraped: str) -> None:
+    """docs/site_reference.py finds them in the source text."""
+    path = Path(__file__).parents[2] / "docs" / "site_reference.py"
+    spec = importlib.util.spec_from_file_location("site_reference", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    page = {each.name: each.kind for each in module.metrics()}
+    exported = re.findall(r"^# TYPE (pk_\S+) (\S+)$", scraped, re.MULTILINE)
+    assert {name: kind for name, kind in exported if page.get(name) != kind} == {}

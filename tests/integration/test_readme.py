@@ -33,7 +33,7 @@ def blocks(language: str, under: str) -> list[str]:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[EmbeddedServer]:
-    settings = {"tier_max_lag_ms": 200}
+    settings = {"tier_max_lag_ms": 200, "group_initial_rebalance_delay_ms": 0}
     with EmbeddedServer(
         tmp_path / "pk", tier_url=(tmp_path / "pk-tier").as_uri(), settings=settings
     ) as running:
@@ -78,7 +78,7 @@ def tiered(server: EmbeddedServer) -> str:
 def test_the_quick_start_works_as_written(server: EmbeddedServer, tmp_path: Path) -> None:
     outputs = run_shell(server)
     consumed = next(out for command, out in outputs.items() if command.startswith("pk consume"))
-    assert '{"delay": 5}' in consumed
+    assert 'AA\t{"delay": 5}\n' in consumed
     assert '{"delay": 0}' in consumed
     described = next(out for command, out in outputs.items() if "topics describe" in command)
     for name in ("log_start", "local_log_start", "tiered_end", "log_end"):
@@ -86,6 +86,11 @@ def test_the_quick_start_works_as_written(server: EmbeddedServer, tmp_path: Path
     (first, *_) = blocks("python", "Quick start")
     out = run([sys.executable, "-W", "error", "-c", python_of(server, first, tmp_path)])
     assert "b'AA' b'{\"delay\": 7}'" in out
+    (offsets,) = blocks("python", "Offsets")
+    out = run([sys.executable, "-W", "error", "-c", python_of(server, offsets, tmp_path)])
+    assert "b'AA' b'{\"delay\": 7}'" in out
+    command = ["pk", "groups", "describe", "report", "--json", "--bootstrap", server.address]
+    assert {each["lag"] for each in json.loads(run(command))["offsets"]} == {0}
     (transaction,) = blocks("python", "Transactions")
     run([sys.executable, "-W", "error", "-c", python_of(server, transaction, tmp_path)])
     command = ["pk", "transactions", "list", "--json", "--bootstrap", server.address]
@@ -100,13 +105,15 @@ def test_the_quick_start_works_as_written(server: EmbeddedServer, tmp_path: Path
 def test_sparks_lines_and_the_table_without_pk(server: EmbeddedServer, tmp_path: Path) -> None:
     run_shell(server)
     uri = tiered(server)
-    spark = blocks("python", "Quick start")[1]
+    spark = "\n".join(blocks("python", "Quick start")[1:])
     table = blocks("python", "The table without pk")[0]
     check = "print('PROVEN', spark.sql('SELECT 1').count(), len(files))"
     text = "\n".join([spark, table, check])
     out = run([sys.executable, "-c", python_of(server, text, tmp_path, uri)], timeout=880)
     assert "PROVEN 1" in out
     assert '{"delay": 5}' in out
+    late = ["consume", "late", "--from", "start", "--to", "end", "--print-key"]
+    assert run(["pk", *late, "--bootstrap", server.address]) == 'DL\t{"delay": 90}\n'
 
 
 @pytest.mark.integration

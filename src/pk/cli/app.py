@@ -5,7 +5,8 @@ exists in this build.  This module alone turns each failure into output for the 
 script:
 
     PkError            one line `error: <message> (<who must act>)`, exit 1; with `--json` an object
-                       {"error": {code, name, message, acts, retriable, details}} on stdout
+                       {"error": {code, name, message, acts, retriable, details}} on stdout, except
+                       for commands whose stdout holds records (RECORDS_ON_STDOUT)
     wrong usage        typer's own lines, exit 2
     Ctrl-C             exit 130
     a closed pipe      no output, exit 141 (as in `pk consume … | head`)
@@ -55,6 +56,15 @@ WHO_ACTS = {
     "pk": "a bug in pk: please report it",
 }
 
+#: Errors that say something else than who acts.
+HINTS: Mapping[type[errors.PkError], str] = {
+    # a client retries it, because a new topic is not known everywhere at once
+    errors.UnknownTopicOrPartition: "check the name and number: pk topics describe",
+}
+
+#: Commands whose stdout another program reads as records: an error there would be one of them.
+RECORDS_ON_STDOUT = frozenset({"consume"})
+
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 
@@ -89,7 +99,7 @@ def help_text() -> str:
 def error_line(error: errors.PkError) -> str:
     """Return an error as text: always one line."""
     message = " ".join(error.message.split())
-    return f"error: {message} ({WHO_ACTS[error.acts]})"
+    return f"error: {message} ({HINTS.get(type(error), WHO_ACTS[error.acts])})"
 
 
 def error_object(error: errors.PkError) -> dict[str, object]:
@@ -173,7 +183,7 @@ def _run(argv: Sequence[str]) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except errors.PkError as error:
-        if "--json" in arguments:
+        if "--json" in arguments and name not in RECORDS_ON_STDOUT:
             print(json.dumps(error_object(error)))
         else:
             print(error_line(error), file=sys.stderr)

@@ -5,6 +5,8 @@ nothing that waits in a buffer: records are flushed to stdout before their offse
 
 --from, --to and --tail name positions (cli/positions), which are resolved once at the start, for
 the partitions that exist then.
+
+With --json, stdout holds records only.  A failure is a line on stderr, as without it.
 """
 
 from __future__ import annotations
@@ -81,7 +83,9 @@ PrintKey = Annotated[bool, typer.Option("--print-key", help="the key before the 
 PrintHeaders = Annotated[bool, typer.Option("--print-headers", help="headers as name=value,…")]
 PrintOffset = Annotated[bool, typer.Option("--print-offset", help="partition and offset")]
 PrintTimestamp = Annotated[bool, typer.Option("--print-timestamp", help="milliseconds since 1970")]
-Separator = Annotated[str, typer.Option(help="between the printed fields")]
+Separator = Annotated[
+    str, typer.Option(help="between the printed fields", show_default=r"a tab, \t")
+]
 
 
 @app.command()
@@ -166,7 +170,7 @@ def _line(
         return record_text.json_line
     if format_ is not None:
         return record_text.format_of(format_)
-    return _Formatter(*fields, separator.encode()).of
+    return _Formatter(*fields, record_text.unescaped(separator)).of
 
 
 def _pattern(text: str) -> re.Pattern[bytes]:

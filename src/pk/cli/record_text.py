@@ -24,11 +24,17 @@ Headers = tuple[tuple[str, bytes | None], ...]
 
 _SPECIFIER = re.compile(rb"%(.)|\\(x[0-9A-Fa-f]{2}|.)|([^%\\]+)|(.)", re.DOTALL)
 _ESCAPES = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b"0": b"\0", b"\\": b"\\"}
+_ESCAPE = re.compile(rb"\\([ntr0\\])")
 
 
 def shown(data: bytes | None) -> bytes:
     """Return a key or value as it is printed."""
     return b"null" if data is None else data
+
+
+def unescaped(text: str) -> bytes:
+    r"""Return text in which `\n`, `\t`, `\r`, `\0` and `\\` stand for one character."""
+    return _ESCAPE.sub(lambda found: _ESCAPES[found[1]], text.encode())
 
 
 def headers_shown(record: Record) -> bytes:

@@ -98,6 +98,28 @@ def test_a_pk_error_as_json(
     }
 
 
+def test_a_missing_topic_is_not_to_be_tried_again(
+    command: Callable[[Behaviour], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command(raiser(errors.UnknownTopicOrPartition("no topic nope")))
+    assert app.run(["log"]) == 1
+    hint = "check the name and number: pk topics describe"
+    assert capsys.readouterr().err == f"error: no topic nope ({hint})\n"
+
+
+def test_stdout_of_consume_holds_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+    """A pipe into `pk produce --json` would take it for a record."""
+    assert app.run(["consume", "flights", "--json", "--grep", "("]) == 1
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith("error: --grep '('")
+
+
+def test_the_help_shows_a_tab_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.run(["consume", "--help"]) == 0
+    assert r"a tab, \t" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("behaviour", "code"),
     [

@@ -86,3 +86,9 @@ def test_json_is_one_object() -> None:
         "value": None,
         "headers": [{"name": "h", "value": "1"}, {"name": "g", "value": None}],
     }
+
+
+def test_a_separator_may_be_written_as_an_escape() -> None:
+    assert record_text.unescaped("\\t") == b"\t"
+    assert record_text.unescaped("\t") == b"\t"
+    assert record_text.unescaped("a\\\\t·\\q") == "a\\t·\\q".encode()

@@ -144,6 +144,7 @@ GOOD: dict[type, dict[str, dict[str, Any]]] = {
         "describe_group": {"group_id": "g", **TIMED},
         "group_offsets": {"group_id": "g", **TIMED},
         "alter_group_offsets": {"group_id": "g", "offsets": {T0: 1}, **TIMED},
+        "delete_group_offsets": {"group_id": "g", "partitions": [T0], **TIMED},
         "delete_group": {"group_id": "g", **TIMED},
         "list_transactions": {
             "states": ["Ongoing"], "producer_ids": [1], "open_longer_ms": 1, **TIMED,

@@ -211,6 +211,7 @@ ADMIN: dict[str, Callable[[Any], Any]] = {
     "describe_group": lambda a: a.describe_group("g", timeout_s=S),
     "group_offsets": lambda a: a.group_offsets("g", timeout_s=S),
     "alter_group_offsets": lambda a: a.alter_group_offsets("g", {T0: 1}, timeout_s=S),
+    "delete_group_offsets": lambda a: a.delete_group_offsets("g", [T0], timeout_s=S),
     "delete_group": lambda a: a.delete_group("g", timeout_s=S),
     "list_transactions": lambda a: a.list_transactions(timeout_s=S),
     "describe_transactions": lambda a: a.describe_transactions(["a"], timeout_s=S),

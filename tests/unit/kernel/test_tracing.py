@@ -139,3 +139,18 @@ def test_who_does_not_read_its_answer_is_given_up(monkeypatch: pytest.MonkeyPatc
         server.close()
 
     asyncio.run(main())
+
+
+def test_times_by_stage_fall_into_cumulative_buckets() -> None:
+    metrics = tracing.Metrics()
+    times = metrics.stages("took_ms", "how long", ("read", "send"))
+    for seconds in (0.0005, 0.0006, 0.003, 60.0):
+        times.observe("read", seconds)
+    text = metrics.text().decode()
+    assert 'pk_took_ms_bucket{le="0.5",stage="read"} 1.0' in text
+    assert 'pk_took_ms_bucket{le="1.0",stage="read"} 2.0' in text
+    assert 'pk_took_ms_bucket{le="10000.0",stage="read"} 3.0' in text
+    assert 'pk_took_ms_bucket{le="+Inf",stage="read"} 4.0' in text
+    assert 'pk_took_ms_count{stage="read"} 4.0' in text
+    assert 'pk_took_ms_sum{stage="read"} 60004.1' in text
+    assert 'pk_took_ms_count{stage="send"} 0.0' in text

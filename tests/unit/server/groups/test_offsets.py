@@ -241,6 +241,18 @@ def test_offsets_are_deleted_unless_a_member_subscribes() -> None:
     assert bench.fetched() == {KEYS[0]: 5}
 
 
+def test_a_deletion_of_too_many_offsets_is_refused_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    bench.commit({KEYS[0]: 5, KEYS[1]: 6})
+    monkeypatch.setattr(limits, "OFFSETS_PER_REQUEST_MAX", 1)
+    request = wire.DeleteOffsetsRequest(group_id=ID)
+    request.topics.add(topic_id=KEYS[0].topic_id, partitions=[0, 1])
+    with pytest.raises(errors.InvalidRequest, match="in parts"):
+        bench.run(c.DeleteOffsets(request, bench.image))
+    monkeypatch.undo()
+    assert bench.fetched() == {KEYS[0]: 5, KEYS[1]: 6}
+
+
 def test_groups_are_listed_and_described() -> None:
     bench = Bench(RULES)
     bench.stable("a", a=KEYS[:2])
