@@ -69,6 +69,23 @@ class Checkpointer:
                     named[key] = end
         await self.write(directory)
 
+    async def lower_all(self, directory: Directory) -> list[tuple[PartitionKey, Exception]]:
+        """Lower the checkpoints of all logs of a directory to their ends, as `lower` does.  Returns
+        the logs that may not be served, because a full disk has no room for the checkpoint.
+        """
+        logs = self._logs.items()
+        ends = {key: log.written_end for key, (log, home) in logs if home is directory}
+        try:
+            await self.lower(directory, ends)
+        except errors.StorageFull as full:
+            waiting: list[tuple[PartitionKey, Exception]] = [
+                (key, full) for key, end in ends.items() if directory.claims(key, end)
+            ]
+            for key, _ in waiting:
+                directory.not_opened(key, full)
+            return waiting
+        return []
+
     def high_watermark(self, key: PartitionKey) -> int:
         """Return the checkpointed high watermark; 0 if there is none."""
         return self._logs[key][1].high_watermarks.get(key, 0)

@@ -11,6 +11,7 @@ checkpoints.  It decides no policy.
 | log-start-offset-checkpoint | … log start (rule T9) |
 | local-log-start-offset-checkpoint | … everything from here on is in the local log (rule L9) |
 | partition-identity-checkpoint | the identities of all logs once more (rule L15, log/identity.py) |
+| closed-logs-checkpoint | what a clean stop vouches for (log/closed_logs.py) |
 | topics/<topic>-<partition>/ | partition.json (the identity, rule L8) and the segments |
 """
 
@@ -25,7 +26,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from pk import errors, formats
-from pk.log import checkpoints, identity, last_run, sealed
+from pk.log import checkpoints, closed_logs, identity, last_run, sealed
 from pk.log.identity import IDENTITIES, Identities, Identity, Known
 from pk.log.last_run import LastRun
 from pk.log.storage import Disk, Storage
@@ -48,7 +49,7 @@ OFFSETS = (RECOVERY_POINTS, HIGH_WATERMARKS, LOG_STARTS, LOCAL_STARTS)
 #: Names that may exist in a directory that is about to be formatted.
 _HARMLESS = {".lock", "lost+found", "run", "metadata", FORMAT_FILE + ".tmp"}
 #: Names that exist only in a formatted directory: files, and directories that are not empty.
-_DATA = {RUN_FILE, CLEAN_FILE, last_run.FILE, IDENTITIES, *OFFSETS}
+_DATA = {RUN_FILE, CLEAN_FILE, last_run.FILE, IDENTITIES, closed_logs.FILE, *OFFSETS}
 _LOGS = ("topics", f"metadata/{METADATA_TOPIC}-0")
 #: What the operator has to do if pk.json is lost beside data.
 _RESTORE = (
@@ -80,6 +81,8 @@ class Directory:
     identities: Identities = field(default_factory=dict)
     #: The checkpoints as they are on the disk.
     written: dict[str, Mapping[Any, Any]] = field(default_factory=dict)
+    #: after a clean stop: the line of each log (log/closed_logs); `load` uses them up
+    closed_logs: dict[str, str] = field(default_factory=dict)
     failure: Exception | None = None  #: the error that kept the directory from being opened
     last_run: LastRun | None = None  #: the last run of the previous process (rule L10)
     #: Partitions that could not be opened yet: their tails have not been examined.
@@ -149,6 +152,15 @@ class Directory:
         """
         lost = self.unrepaired and not self.same_boot
         return ProcessRun("" if lost else boot_id, broker_epoch)
+
+    def run_at_stop(self, boot_id: str, broker_epoch: int) -> ProcessRun | None:
+        """Return the content of the clean-shutdown file; None = it is not written (rule L3).  A
+        process that registered has reported an unclean start to the controller.  A process that
+        ended before it registered passes the mark on to the next one.
+        """
+        if broker_epoch != NONE:
+            return ProcessRun(boot_id, broker_epoch)
+        return ProcessRun(boot_id, self.previous_broker_epoch) if self.closed_properly else None
 
     @contextmanager
     def moves(self, starts: dict[PartitionKey, Offset]) -> Iterator[None]:
@@ -232,6 +244,7 @@ def open_directory(
                 opened.written[name] = dict(into)
             opened.identities.update(identity.read_all(storage))
             opened.last_run = read_last_run(storage)
+            opened.closed_logs = closed_logs.read(storage) if closed else {}
         opened.written[IDENTITIES] = dict(opened.identities)
     except BaseException:
         storage.unlock()

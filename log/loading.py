@@ -69,6 +69,8 @@ from pk.types import NONE, Offset
 #: Name of the file that marks a directory in which a cut may be WRITTEN and not SYNCED (O9).
 CUTTING = "cut"
 DERIVED = (INDEX, TIMEINDEX, TXNINDEX, SNAPSHOT)
+#: Endings of names that an opening removes.
+SWEPT = (DELETED, CLEANED, ".tmp")
 
 
 @dataclass(slots=True)
@@ -83,6 +85,7 @@ class Loaded:
     cleaned_end: Offset = 0  #: every offset below was cleaned (log/swap.py)
     forgotten: Forgotten = field(default_factory=Forgotten)
     blank: bool = False  #: the records and producers below the start are unknown (O2)
+    line: str = ""  #: what a clean stop vouched for, if nothing else was read (log/closed_logs)
 
 
 @dataclass(slots=True)
@@ -221,7 +224,7 @@ def _sweep(opening: Opening) -> None:
     for name in names:
         stem, dot, suffix = name.partition(".")
         orphan = dot + suffix in (INDEX, TIMEINDEX, TXNINDEX) and stem + LOG not in names
-        if orphan or name.endswith((DELETED, CLEANED, ".tmp")):
+        if orphan or name.endswith(SWEPT):
             opening.storage.remove(f"{opening.path}/{name}")
             opening.changed = True
 

@@ -31,13 +31,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from pk import errors, formats
-from pk.log import copies, creation, identity
+from pk.log import closing, copies, creation, identity
 from pk.log import directory as files
 from pk.log.checkpointing import Checkpointer, OpenLogs
 from pk.log.creation import LogOrError, NewPartition, Site
-from pk.log.directory import Directory, Format, ProcessRun
+from pk.log.directory import Directory, Format
 from pk.log.identity import ADOPTED, DISCARDED, Identity, Known
 from pk.log.index_cache import IndexCache
+from pk.log.loading import Loaded
 from pk.log.partition_log import PartitionLog
 from pk.log.plan import LogConfig
 from pk.log.producers import Producers
@@ -80,11 +81,9 @@ class LogManager:
         )
         self.cluster_id, self.level = cluster_id, level
         self._disks, self._node_id, self._build = disks, node_id, build
-        self._world = world
-        self._boot_id = boot_id
+        self._world, self._boot_id = world, boot_id
         self._root = root
-        self._cache = IndexCache(index_cache_bytes)
-        self._strays = Strays()
+        self._cache, self._strays = IndexCache(index_cache_bytes), Strays()
         self.removed: list[str] = []  #: directories of deleted logs that `load` removed
         #: Whether the metadata say that the log of this identity is no longer needed (M5).
         self.gone: Callable[[Identity], bool] = lambda found: False
@@ -94,8 +93,7 @@ class LogManager:
         self.restored: dict[str, str] = {}  #: directories with a restored identity, and why
         #: Replicas that an operator adopted or discarded; the cluster has not confirmed it yet.
         self.operator_marked: dict[PartitionKey, None] = {}
-        self._broker_epoch = NONE
-        self._loaded = False
+        self._broker_epoch, self._loaded = NONE, False
         self._tasks = TaskRegistry()
 
     # -- opening -----------------------------------------------------------------------------------
@@ -153,6 +151,8 @@ class LogManager:
                         jobs.append((directory, name))
                     else:
                         self.ignored.append(f"{storage.root}/{self._path(name)}")
+        closed = closing.wanted(jobs, self._path, self.named, config_of)
+        jobs = await closing.open_all(jobs, closed, self._open_log, self._take)
         gate = asyncio.Semaphore(16)
 
         async def one(directory: Directory, name: str) -> tuple[PartitionKey, Exception] | None:
@@ -171,32 +171,33 @@ class LogManager:
         return problems
 
     async def _mark_running(self, directory: Directory) -> list[tuple[PartitionKey, Exception]]:
-        """Write run.json once every partition is open.  A process that dies before its repairs are
-        done must not record that it ran in this boot: the next process would take the effects of a
-        power loss for damage.
+        """Write run.json once every partition is open.  If the process dies before its repairs are
+        done, run.json must not name this boot: the next one would take a power loss for damage.
 
         M2: offsets that a power loss took are removed from the checkpoints, too.  Other records may
         be appended at these offsets later, and those were not committed (rules R3, R4).  If a full
         disk has no room for the checkpoint, the partitions concerned are closed and returned, and
         the caller tries them again.
         """
-        waiting: list[tuple[PartitionKey, Exception]] = []
-        logs = self._logs.items()
-        ends = {key: log.written_end for key, (log, home) in logs if home is directory}
+        waiting = list[tuple[PartitionKey, Exception]]()
         try:
-            try:
-                await self._checkpoints.lower(directory, ends)
-            except errors.StorageFull as full:
-                waiting = [(key, full) for key, end in ends.items() if directory.claims(key, end)]
-                for key, _ in waiting:
-                    directory.not_opened(key, full)
-                    await directory.disk.write(partial(self._logs.pop(key)[0].close, False))
+            waiting = await self._checkpoints.lower_all(directory)
+            for key, _ in waiting:
+                await directory.disk.write(partial(self._logs.pop(key)[0].close, False))
             run = directory.run(self._boot_id, directory.previous_broker_epoch)
             await directory.disk.write(partial(files.mark_running, directory.disk.storage, run))
         except errors.StorageFailed:
             if all(each.failed is not None for each in self.directories):
                 raise  # M4
         return waiting
+
+    def _take(self, directory: Directory, found: Identity, log: PartitionLog) -> bool:
+        """Serve the log.  False = another one is served: the directories load in parallel."""
+        if found.key in self._logs:
+            return False
+        self._logs[found.key] = (log, directory)
+        self._opened_here(directory, found)
+        return True
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if self._root else name
@@ -233,14 +234,12 @@ class LogManager:
                 log = await directory.disk.read(
                     partial(self._open_log, directory, path, tp, key.topic_id, config)
                 )
-            if key in self._logs:  # checked now: the directories load in parallel
+            if not self._take(directory, found, log):
                 await directory.disk.write(partial(log.close, False))
                 raise copies.second(tp, storage.root)
         except (errors.PkError, OSError) as error:
             directory.not_opened(key, error)
             return key, error
-        self._logs[key] = (log, directory)
-        self._opened_here(directory, found)
         return None
 
     def _opened_here(self, directory: Directory, found: Identity) -> None:
@@ -275,7 +274,13 @@ class LogManager:
         return kept, discarded
 
     def _open_log(
-        self, directory: Directory, path: str, tp: TopicPartition, topic_id: str, config: LogConfig
+        self,
+        directory: Directory,
+        path: str,
+        tp: TopicPartition,
+        topic_id: str,
+        config: LogConfig,
+        loaded: Loaded | None = None,
     ) -> PartitionLog:
         key = PartitionKey(topic_id, tp.partition)
         known = directory.identities.get(str(tp))
@@ -294,6 +299,7 @@ class LogManager:
             now_ms=files.recovered_activity_ms(self.directories, self._world.clock.wall_ms()),
             cache=self._cache,
             skip_damaged=True,
+            loaded=loaded,
         )
 
     # -- partitions --------------------------------------------------------------------------------
@@ -578,23 +584,17 @@ class LogManager:
         self._logs.clear()
 
     async def _close(self, directory: Directory, clean: bool) -> None:
-        all_clean = clean and not directory.unrepaired
-        for key, (log, home) in self._logs.items():
-            if home is not directory:
-                continue
-            log.retire()
-            try:
-                await directory.disk.write(partial(log.close, clean))
-                directory.recovery_points[key] = log.synced_end
-            except (errors.PkError, FileNotFoundError):  # or the directory was removed
-                all_clean = False
+        mine = [(key, log) for key, (log, home) in self._logs.items() if home is directory]
+        lines, closed = await closing.close_all(directory.disk, [log for _, log in mine], clean)
+        ends = [
+            (key, log.synced_end) for (key, log), done in zip(mine, closed, strict=True) if done
+        ]
+        directory.recovery_points.update(ends)
+        all_clean = clean and all(closed) and not directory.unrepaired
         if not clean or not self._loaded:
             return  # nothing was verified: the next start has to do it
         await self._checkpoints.write(directory)
-        # L3: a process that registered has reported the unclean start to the controller.  A process
-        # that ended before it registered passes the mark on to the next one.
-        known = self._broker_epoch != NONE
-        if all_clean and (known or directory.closed_properly):
-            epoch = self._broker_epoch if known else directory.previous_broker_epoch
-            run = ProcessRun(self._boot_id, epoch)
+        await closing.write_lines(directory.disk, lines)
+        run = directory.run_at_stop(self._boot_id, self._broker_epoch)
+        if all_clean and run is not None:
             await directory.disk.write(partial(files.mark_clean, directory.disk.storage, run))

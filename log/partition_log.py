@@ -61,7 +61,7 @@ from pk.log.plan import (
 from pk.log.producers import Producers
 from pk.log.reading import LocalLogReader
 from pk.log.retention import SegmentFacts
-from pk.log.storage import Buffer, Storage
+from pk.log.storage import Buffer, File, Storage
 from pk.log.swapping import SegmentSwaps
 from pk.log.validate import MarkerResult
 from pk.log.writing import LaneJob, LocalLogWriter
@@ -140,6 +140,7 @@ class PartitionLog:
         same_boot: bool = False,
         cache: IndexCache | None = None,
         skip_damaged: bool = False,
+        loaded: loading.Loaded | None = None,
     ) -> PartitionLog:
         """Open or create the log in the directory `path`.
 
@@ -150,20 +151,22 @@ class PartitionLog:
             None = no checkpoint has it
         same_boot: the page cache outlived the process, so that only the last batch may be torn
         skip_damaged: see `loading.load`
+        loaded: what a clean stop vouched for (log/closed_logs); None = the files are read
 
         Raises `CorruptLog` (rule L9), `StorageFailed`, `StorageFull`.
         """
-        loaded = loading.load(
-            storage,
-            path,
-            config,
-            clean=clean,
-            same_boot=same_boot,
-            recovery_point=recovery_point,
-            log_start=log_start or 0,
-            now_ms=now_ms,
-            skip_damaged=skip_damaged,
-        )
+        if loaded is None:
+            loaded = loading.load(
+                storage,
+                path,
+                config,
+                clean=clean,
+                same_boot=same_boot,
+                recovery_point=recovery_point,
+                log_start=log_start or 0,
+                now_ms=now_ms,
+                skip_damaged=skip_damaged,
+            )
         first, end = loaded.segments[0].base_offset, loaded.segments[-1].written.next_offset
         start = min(first if log_start is None else log_start, end)
         synced = min(recovery_point, end) if not clean and same_boot else end
@@ -424,6 +427,16 @@ class PartitionLog:
     def close(self, clean: bool = True) -> None:
         """Close every file.  `clean`: flush first, so that the next opening trusts everything."""
         self._writer.close(clean)
+
+    def begin_close(self) -> tuple[list[File], list[str]]:
+        """Begin a clean close; see `LocalLogWriter.begin_close`."""
+        return self._writer.begin_close()
+
+    def end_close(self) -> str:
+        """End a clean close once all is SYNCED; return the log's line (log/closed_logs)."""
+        self._writer.end_close()
+        self._writer.release()
+        return self._writer.vouch(self.topic_id)
 
     def flush_sealed(self) -> None:
         """Make sealed segments SYNCED beside running writes; see `LocalLogWriter.flush_sealed`."""

@@ -588,8 +588,12 @@ def write_file(storage: Storage, path: str, raw: bytes) -> None:
     """
     file = storage.open(path, create=True)
     try:
-        if file.size():
-            file.truncate(0)
-        file.append([raw])
+        size = file.size()
+        if size == len(raw) and file.read(0, size) == raw:
+            return
+        # a file is written over where it is: to cut it to nothing first can wait for the disk
+        if size > len(raw):
+            file.truncate(len(raw))
+        file.write_at(0, raw)
     finally:
         file.close()

@@ -15,6 +15,9 @@ Rules
       only after `sync_dir` of its directory.
   D4  A closed file is not used: every operation on it raises `FileNotFoundError`, which does not
       mean that the disk failed.  `read` and `sync` may run in any thread, beside a `close`.
+  D5  A stamp changes with every creation, removal, renaming, write or cut of a file directly in the
+      directory, and with every exchange of the directory for another one.  Bits that a disk loses
+      by itself do not change it.
 """
 
 from __future__ import annotations
@@ -75,6 +78,12 @@ class Storage(Protocol):
 
     def list(self, path: str) -> list[str]:
         """Return the sorted names in a directory; [] if it does not exist (as for `exists`)."""
+        ...
+
+    def stamp(self, path: str) -> str:
+        """Return a word that is the same while nothing in the directory changes (D5); it has no
+        space.  "" if the directory does not exist.
+        """
         ...
 
     def make_dir(self, path: str) -> None: ...

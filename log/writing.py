@@ -20,9 +20,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from pk import errors
+from pk.log import closed_logs, loading
 from pk.log import epochs as leader_epochs
 from pk.log import forgotten as cleaner_forgotten
-from pk.log import loading
 from pk.log import swap as cleaner_swap
 from pk.log.epochs import LeaderEpochs
 from pk.log.forgotten import Forgotten
@@ -38,7 +38,7 @@ from pk.log.segment import (
     file_name,
     write_file,
 )
-from pk.log.storage import Storage
+from pk.log.storage import File, Storage
 from pk.log.swap import Swap
 from pk.types import NONE, Offset
 
@@ -84,6 +84,8 @@ class LocalLogWriter:
         self._pending_delete: list[Segment] = []
         #: a snapshot of another replica may lie above the end (log/loading O8)
         self._foreign = False
+        #: what the last clean stop vouched for (log/closed_logs), and the epochs of that moment
+        self._line, self._line_epochs = loaded.line, epochs.entries
         self._swap: Swap | None = None  #: decided, and not finished (log/swap W2)
         self._new: Sequence[Segment] = ()  #: its new segments
 
@@ -482,22 +484,30 @@ class LocalLogWriter:
         return rename, remove
 
     def close(self, clean: bool = True) -> None:
-        """Close every file.  `clean`: flush, and write the indexes and the producer snapshot, all
-        SYNCED; the next opening then trusts everything.
-        """
+        """Close every file.  `clean`: as `begin_close` and `end_close`, with the syncs between."""
         if self._local.closed:
             return
-        self._local.closed = True
         try:
             if clean:
-                self._close_clean()
+                files, directories = self.begin_close()
+                self._storage.sync_all(files, directories)
+                self.end_close()
         finally:
-            for segment in self._local.segments:
-                file, segment.file = segment.file, None
-                if file is not None:
-                    file.close()
+            self.release()
 
-    def _close_clean(self) -> None:
+    def release(self) -> None:
+        """Close every file."""
+        self._local.closed = True
+        for segment in self._local.segments:
+            file, segment.file = segment.file, None
+            if file is not None:
+                file.close()
+
+    def begin_close(self) -> tuple[list[File], list[str]]:
+        """Write the indexes and the producer snapshot, so that the next opening trusts everything.
+        Return the files and directories to be synced before `end_close`; none if the directory is
+        as a clean stop left it (log/closed_logs).
+        """
         active, end = self._local.segments[-1], self._local.written_end
         if self._storage.failed is not None:
             raise errors.StorageFailed(f"{self._storage.root} is offline: {self._storage.failed}")
@@ -506,7 +516,12 @@ class LocalLogWriter:
         assert self._decided.idle(), "close waits for the writes before it"
         self._mend()
         self._end = end
-        active.open_for_append()
+        if self._epochs.entries is not self._line_epochs or not closed_logs.stands(
+            self._line, self._storage, self._path
+        ):
+            self._line = ""
+        if self._line:
+            return [], []
         active.write_indexes(active.written)
         bases = [segment.base_offset for segment in self._local.segments]
         for at in loading.snapshots(self._storage, self._path):
@@ -515,8 +530,32 @@ class LocalLogWriter:
         if not self.blank:  # a snapshot means that the producers below are known
             state = self._decided.producers.snapshot(end)
             write_file(self._storage, f"{self._path}/{file_name(end, SNAPSHOT)}", state)
-        self._storage.replace_file(f"{self._path}/{leader_epochs.FILE}", self._epochs.encode())
-        self._local.synced_by_loop, self._local.synced_by_lane = 0, self._sync()
+        self._write_epochs()
+        for segment in self._unsynced:  # oldest first (rule L1)
+            if segment is not active and not segment.dropped:
+                _sync_segment(self._storage, segment)
+        return [active.open_for_append()], [self._path]
+
+    def _write_epochs(self) -> None:
+        """Write the epoch file, SYNCED, unless it has this content: it was SYNCED, then."""
+        path, content = f"{self._path}/{leader_epochs.FILE}", self._epochs.encode()
+        with contextlib.suppress(FileNotFoundError):
+            if self._storage.read_file(path) == content:
+                return
+        self._storage.replace_file(path, content)
+
+    def end_close(self) -> None:
+        """Everything is SYNCED."""
+        self._unsynced, self._dir_changed = [], False
+        self._local.synced_by_loop, self._local.synced_by_lane = 0, self._end
+
+    def vouch(self, topic_id: str) -> str:
+        """After a clean close: return the log's line, "" = it has none (log/closed_logs)."""
+        if not self._line and not self.blank:
+            self._line = closed_logs.line_of(
+                self._local, topic_id, self._epochs, self._decided.producers, self._end
+            )
+        return self._line
 
     def flush_sealed(self) -> None:
         """Sync the sealed segments that are not synced yet, beside running writes.  The next

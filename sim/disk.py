@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import random
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -70,12 +71,15 @@ class Crashed(BaseException):
 class _Inode:
     """The bytes of a file: now, and at the last sync."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int = 0) -> None:
+        self.number = number  #: no other file or directory of the storage had it
+        self.version = 0  #: counts the changes that a file system would note
         self.data = bytearray()
         self.durable = bytearray()
         self.dirty: set[int] = set()  # block numbers; always iterated in sorted order
 
     def touch(self, start: int, end: int) -> None:
+        self.version += 1
         self.dirty.update(range(start // BLOCK, -(-max(end, start + 1) // BLOCK)))
 
     def sync(self) -> None:
@@ -108,7 +112,8 @@ class _Inode:
 class _Dir:
     """The names in a directory, and the changes since the last sync_dir."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
         self.entries: dict[str, _Inode | _Dir] = {}
         self.durable: dict[str, _Inode | _Dir] = {}
         self.pending: list[list[tuple[str, _Inode | _Dir | None]]] = []
@@ -238,6 +243,7 @@ class SimStorage:
         self.life = 0
         self._rng = rng or random.Random(0)
         self._tree = _Dir()
+        self._numbers = itertools.count(1)
         self._dead = False
         self._locked_by = -1
 
@@ -265,6 +271,7 @@ class SimStorage:
         node = self._find(path)
         assert isinstance(node, _Inode), path
         node.data[:] = content
+        node.version += 1
         node.sync()
 
     def names(self, path: str) -> list[str]:
@@ -400,7 +407,7 @@ class SimStorage:
         node = self._find(path)
         if node is None and create:
             parent, name = self._parent(path)
-            fresh = _Inode()
+            fresh = _Inode(next(self._numbers))
             self.mutate("create", path, lambda: parent.change((name, fresh)))
             node = fresh
         if not isinstance(node, _Inode):
@@ -416,13 +423,24 @@ class SimStorage:
         node = self._find(path)
         return sorted(node.entries) if isinstance(node, _Dir) else []
 
+    def stamp(self, path: str) -> str:
+        self.observe("list", path)
+        node = self._find(path)
+        if not isinstance(node, _Dir):
+            return ""
+        rows = [f"{node.number}"]
+        for name, each in sorted(node.entries.items()):
+            version = f".{each.version}.{len(each.data)}" if isinstance(each, _Inode) else ""
+            rows.append(f"{name}.{each.number}{version}")
+        return ",".join(rows)
+
     def make_dir(self, path: str) -> None:
         built = ""
         for part in path.split("/"):
             built = f"{built}/{part}" if built else part
             if self._find(built) is None:
                 parent, name = self._parent(built)
-                fresh = _Dir()
+                fresh = _Dir(next(self._numbers))
                 self.mutate("make_dir", built, partial(parent.change, (name, fresh)))
 
     def remove(self, path: str) -> None:

@@ -57,6 +57,7 @@ FORMATS = (
     KnownFormat("local-log-start-offset-checkpoint", *_CHECKPOINT),
     KnownFormat("partition-identity-checkpoint", *_CHECKPOINT),
     KnownFormat("clock-checkpoint", *_CHECKPOINT),
+    KnownFormat("closed-logs-checkpoint", *_CHECKPOINT),
     KnownFormat("leader-epoch-checkpoint", *_CHECKPOINT),
     KnownFormat("cleaner-offset-checkpoint", *_CHECKPOINT),
     KnownFormat("forgotten-offset-checkpoint", *_CHECKPOINT),

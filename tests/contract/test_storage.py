@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import os
 import random
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -152,6 +154,38 @@ def test_replace_file(storage: Storage) -> None:
     storage.replace_file("d/f", b"2")
     assert storage.read_file("d/f") == b"2"
     assert storage.list("d") == ["f"]
+
+
+def test_a_stamp_changes_with_every_change_of_a_file(storage: Storage) -> None:
+    assert storage.stamp("d") == ""
+    storage.make_dir("d")
+    stamps = [storage.stamp("d")]
+    file = storage.open("d/f", create=True)
+
+    def swap() -> None:
+        storage.rename("d", "e")
+        storage.make_dir("d")
+
+    changes: list[Callable[[], object]] = [
+        lambda: None,  # the file was created
+        lambda: file.append([b"abc"]),
+        lambda: file.write_at(1, b"x"),
+        lambda: file.truncate(1),
+        lambda: storage.replace_file("d/f", b"a"),
+        lambda: storage.rename("d/f", "d/g"),
+        lambda: storage.open("d/h", create=True),
+        lambda: storage.remove("d/h"),
+        lambda: storage.remove("d/g"),
+        swap,
+    ]
+    for change in changes:
+        if isinstance(storage, RealStorage):
+            time.sleep(0.012)  # a tick of the file system's clock: another process writes later
+        change()
+        stamps.append(storage.stamp("d"))
+        assert stamps[-1] == storage.stamp("d")
+    assert all(before != after for before, after in itertools.pairwise(stamps))
+    assert not [each for each in stamps if not each or " " in each]
 
 
 def test_one_lock(storage: Storage, tmp_path: Path) -> None:
