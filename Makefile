@@ -165,6 +165,7 @@ help: ## this list
 
 .PHONY: setup
 setup: $(VENV)/.jars ## the environment in .venv/, and the jars Spark needs
+	@$(PY) -m pk.sparkconnector.columnar_jar >/dev/null
 
 .PHONY: docs
 docs: $(VENV)/.ready ## the pages of docs/ that are made from the tables the code runs on

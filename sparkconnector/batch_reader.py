@@ -20,7 +20,7 @@ from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pk import errors
 from pk.sparkconnector.offsets import Bounds, Range, SourceProgress
 from pk.sparkconnector.options import Column, Source
-from pk.sparkconnector.partition import PkPartition
+from pk.sparkconnector.plan import PkPartition, partitions_of
 from pk.sparkconnector.planner import Planner, Task, read
 from pk.sparkconnector.worker_errors import sentence_alone
 
@@ -115,7 +115,8 @@ class PkReader(DataSourceReader):
     @sentence_alone
     def partitions(self) -> Sequence[InputPartition]:
         planner = Planner(self._source)
-        return [PkPartition(each) for each in planner.packed(self._tasks(planner))]
+        packed = planner.packed(self._tasks(planner))
+        return partitions_of(packed, planner)
 
     def _tasks(self, planner: Planner) -> list[Task]:
         if self._source.as_of is not None:

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from pk import errors
 from pk.settings import CONSUMER
+from pk.sparkconnector import prepared_fetch
 from pk.sparkconnector.offsets import Bounds, Range, SourceProgress
 from pk.sparkconnector.option_names import CONNECT_TIMEOUT_MS
 from pk.sparkconnector.query_progress import QueryProgress
@@ -487,6 +488,21 @@ class ClusterClient:
                 scan.consumed(len(fetched.payload))
         finally:
             future.cancel()
+
+    def prepared(
+        self, ranges: Sequence[Range], *, read_committed: bool
+    ) -> list[dict[str, Any] | None]:
+        """Return for each range how the JVM fetches it (prepared_fetch); None if it cannot."""
+        isolation = READ_COMMITTED if read_committed else READ_UNCOMMITTED
+
+        async def leaders() -> list[str]:
+            return [await self._leader((one.topic_id, one.partition)) for one in ranges]
+
+        addresses = self._process.run(self._retried(leaders))
+        return [
+            prepared_fetch.details(address, one, isolation, self._network.hello, self._settings)
+            for address, one in zip(addresses, ranges, strict=True)
+        ]
 
     async def _take_stream(self, address: str) -> PooledStream:
         for at, line in enumerate(self._idle):

@@ -15,6 +15,7 @@ spell them.  `kafka.X` means `pk.X`.  Each given name falls into one class:
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,6 +28,7 @@ SOURCE_NAMES = (
     "maxRecordsPerPartition", "maxBytesPerPartition", "maxOffsetsPerTrigger",
     "minOffsetsPerTrigger", "maxTriggerDelay", "maxBytesPerTrigger", "columns", "groupId",
     "holdRetention", "packPartitions", "openCostBytes", "versionAsOf", "timestampAsOf", "pinned",
+    "columnar",
 )  # fmt: skip
 SINK_NAMES = ("topic", "truncateTopic", "txnAppId", "txnVersion", "onReplayMismatch")
 BOTH_NAMES = ("includeHeaders", "connectTimeoutMs")
@@ -34,6 +36,10 @@ CLIENT_NAMES = ("bootstrap.servers", "isolation.level", "delivery")
 
 #: How long a process tries to reach the first broker; later calls have pk's own time-outs.
 CONNECT_TIMEOUT_MS = 10_000
+
+#: The default of the option `columnar`.  The JVM reads the same variable, and the Python processes
+#: that it starts inherit it.
+COLUMNAR_VARIABLE = "PK_SPARK_COLUMNAR"
 
 #: Accepted with one warning each: Kafka has these options, in pk they have no effect.
 MEANINGLESS = frozenset(
@@ -171,6 +177,15 @@ class OptionNames:
                 f"{name} is true or false, not {self.values[name]!r}", option=name
             )
         return text == "true"
+
+    def columnar(self) -> bool:
+        """Return whether the JVM may read columns (sparkconnector/plan)."""
+        given = os.environ.get(COLUMNAR_VARIABLE, "false").strip().lower()
+        if given not in ("true", "false"):
+            raise errors.InvalidOption(
+                f"{COLUMNAR_VARIABLE} is true or false, not {given!r}", option="columnar"
+            )
+        return self.flag("columnar", given == "true")
 
     def number(self, name: str) -> int:
         """Return the option as a positive whole number; 0 = not given."""

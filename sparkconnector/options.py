@@ -121,6 +121,7 @@ class Source:
     min_offsets: int = 0
     max_bytes: int = 0
     max_trigger_delay_ms: int = 0
+    columnar: bool = False  #: the JVM reads columns where the plan allows it
     connect_timeout_ms: int = CONNECT_TIMEOUT_MS
     group_id: str = ""  #: the group that shows the progress of a stream (S1); "" = none
     hold_retention: bool = False  #: what the stream has not processed is kept (S1)
@@ -183,6 +184,7 @@ def source(given: Mapping[str, str], *, streaming: bool) -> Source:
         columns=_columns(names),
         read_committed=isolation == "read_committed",
         **_tasks(names),
+        columnar=names.columnar(),
         max_offsets=names.number("maxOffsetsPerTrigger"),
         min_offsets=names.number("minOffsetsPerTrigger"),
         max_bytes=names.number("maxBytesPerTrigger"),

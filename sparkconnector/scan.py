@@ -228,26 +228,10 @@ class Scan:
         return max(1, self._deadline_ms - self._owner._process.clock.monotonic_ms()) / 1000
 
     def _request(self, position_id: int, credit: int) -> wire.FetchRequest:
-        settings = self._owner._settings
-        request = wire.FetchRequest(
-            replica_id=-1,
-            isolation=self._isolation,
-            max_wait_ms=settings["fetch_max_wait_ms"],
-            min_bytes=1,
-            max_bytes=settings["fetch_max_bytes"],
-            credit_bytes=credit,
+        rest = self._range._replace(start=self._position)
+        return fetch_request(
+            rest, self._isolation, self._owner._settings, position_id, credit, self._epoch
         )
-        request.positions.add(
-            topic_id=self._range.topic_id,
-            partition=self._range.partition,
-            current_leader_epoch=-1,
-            last_fetched_epoch=self._epoch,
-            fetch_offset=self._position,
-            end_offset=self._range.end,
-            partition_max_bytes=settings["max_partition_fetch_bytes"],
-            position_id=position_id,
-        )
-        return request
 
     def _take(self, line: PooledStream, frame: frames.Frame, position_id: int) -> None:
         if frame.head.HasField("error"):
@@ -280,6 +264,36 @@ class Scan:
                 self._items.put(
                     ScannedBatches(payload, aborted, position, entry.next_offset, entry.dense)
                 )
+
+
+def fetch_request(
+    one: Range,
+    isolation: int,
+    settings: Mapping[str, Any],
+    position_id: int,
+    credit: int,
+    epoch: int = NONE,
+) -> wire.FetchRequest:
+    """Return the request for a range; `epoch` is that of the offset before it, NONE = unknown."""
+    request = wire.FetchRequest(
+        replica_id=-1,
+        isolation=isolation,
+        max_wait_ms=settings["fetch_max_wait_ms"],
+        min_bytes=1,
+        max_bytes=settings["fetch_max_bytes"],
+        credit_bytes=credit,
+    )
+    request.positions.add(
+        topic_id=one.topic_id,
+        partition=one.partition,
+        current_leader_epoch=-1,
+        last_fetched_epoch=epoch,
+        fetch_offset=one.start,
+        end_offset=one.end,
+        partition_max_bytes=settings["max_partition_fetch_bytes"],
+        position_id=position_id,
+    )
+    return request
 
 
 async def _send(stream: Stream, request: Any) -> None:

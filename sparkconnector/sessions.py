@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pk.sparkconnector import jars
+from pk.sparkconnector import columnar_jar, jars
 from pk.sparkconnector.java import find_java
 from pk.sparkconnector.planner import warn
 
@@ -55,7 +55,8 @@ def session(
 ) -> SparkSession:
     """A Spark session in which `format("pk")` and `format("delta")` work.
 
-    master: as Spark's; None = Spark's default.  delta: have Delta's jars.  ui: start Spark's web
+    master: as Spark's; None = Spark's default.  delta: have Delta's jars.  The jar of the columnar
+    reader is added if it was built (option `columnar` of a read uses it).  ui: start Spark's web
     page.  conf: Spark settings, dots written as underscores (`spark_sql_shuffle_partitions=4`) or
     as they are (`**{"spark.sql.shuffle.partitions": 4}`); they win over the defaults here.
 
@@ -105,15 +106,25 @@ def settings(master: str | None, delta: bool, ui: bool, conf: Mapping[str, Any])
         found |= {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
         found |= dict.fromkeys(_FOR_CLUSTERS, cores)
     given = {_dotted(name): _text(value) for name, value in conf.items()}
+    paths = _own_jars()
     if delta:
         found |= _DELTA
-        paths = [str(path) for path in jars.resolve(jars.DELTA)]
-        paths += [path for path in given.pop("spark.jars", "").split(",") if path.strip()]
-        found["spark.jars"] = ",".join(dict.fromkeys(paths))
+        paths += [str(path) for path in jars.resolve(jars.DELTA)]
         extension = given.get("spark.sql.extensions")
         if extension and _DELTA["spark.sql.extensions"] not in extension:
             given["spark.sql.extensions"] = f"{_DELTA['spark.sql.extensions']},{extension}"
+    paths += [path for path in given.pop("spark.jars", "").split(",") if path.strip()]
+    if paths:
+        found["spark.jars"] = ",".join(dict.fromkeys(paths))
     return found | given
+
+
+def _own_jars() -> list[str]:
+    """Return the jar of the columnar reader; without it every read goes through Python."""
+    problem = columnar_jar.problem()
+    if problem and columnar_jar.path().exists():
+        warn(f"pk reads through Python: {problem}")
+    return [] if problem else [str(columnar_jar.path())]
 
 
 def _is_local(master: str | None) -> bool:

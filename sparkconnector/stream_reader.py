@@ -36,7 +36,7 @@ from pk import clock
 from pk.sparkconnector import offsets, ranges
 from pk.sparkconnector.offsets import Bounds, Range, SourceProgress, TopicProgress
 from pk.sparkconnector.options import Column, Source
-from pk.sparkconnector.partition import PkPartition
+from pk.sparkconnector.plan import PkPartition, partitions_of
 from pk.sparkconnector.planner import Planner, read, warn
 from pk.sparkconnector.worker_errors import sentence_alone
 
@@ -119,7 +119,8 @@ class PkStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         wanted, losses = offsets.between(begin, stop, self._planner.bounds())
         self._planner.settle(losses)
         planner = self._planner
-        return [PkPartition(each) for each in planner.packed(planner.tasks(wanted, streaming=True))]
+        packed = planner.packed(planner.tasks(wanted, streaming=True))
+        return partitions_of(packed, planner)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         if not isinstance(partition, PkPartition):

@@ -30,8 +30,9 @@ def file_system(uri: str, storage_options: Mapping[str, str]) -> tuple[Any, str]
     from pyarrow import fs
 
     parts = urlsplit(uri)
-    if parts.scheme in ("", "file"):
-        return fs.LocalFileSystem(), (unquote(parts.path) if parts.scheme else uri).rstrip("/")
+    root = local_root(uri)
+    if root is not None:
+        return fs.LocalFileSystem(), root
     if parts.scheme not in ("s3", "s3a"):
         raise errors.StoreRefused(
             f"{uri}: {parts.scheme}:// is not yet tried; file:// and s3:// are"
@@ -51,6 +52,14 @@ def file_system(uri: str, storage_options: Mapping[str, str]) -> tuple[Any, str]
         if options.get(theirs):
             arguments[ours] = options[theirs]
     return fs.S3FileSystem(**arguments), f"{parts.netloc}{unquote(parts.path)}".rstrip("/")
+
+
+def local_root(uri: str) -> str | None:
+    """Return the directory of a table on a file system of this machine; None for other stores."""
+    parts = urlsplit(uri)
+    if parts.scheme not in ("", "file"):
+        return None
+    return (unquote(parts.path) if parts.scheme else uri).rstrip("/")
 
 
 def put_file(source: Any, path: str, data: memoryview) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,8 +123,10 @@ def cluster(tmp_path_factory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def spark() -> Iterator[Any]:
-    from pk.sparkconnector import session
+    from pk.sparkconnector import columnar_jar, session
 
+    if columnar_jar.find_javac() is not None:
+        columnar_jar.build()  # the tests of the columnar reader need it; the others ignore it
     found = session(
         app_name="pk tests",
         master="local[2]",
@@ -132,6 +136,24 @@ def spark() -> Iterator[Any]:
     found.sparkContext.setLogLevel("ERROR")
     yield found
     found.stop()
+
+
+def compile_peers(folder: Path) -> str:
+    """Compile the Java programs of the tests beside the jar, and return the class path of both."""
+    from pk.sparkconnector import columnar_jar
+    from pk.sparkconnector.jars import spark_jars_folder
+
+    javac = columnar_jar.find_javac()
+    assert javac is not None
+    path = f"{columnar_jar.build()}:{spark_jars_folder()}/*"
+    sources = sorted(map(str, (Path(__file__).parent / "java").rglob("*.java")))
+    subprocess.run([javac, "-cp", path, "-d", str(folder), *sources], check=True)
+    return f"{folder}:{path}"
+
+
+@pytest.fixture(scope="session")
+def java_peers(tmp_path_factory) -> str:
+    return compile_peers(tmp_path_factory.mktemp("peers"))
 
 
 @pytest.fixture

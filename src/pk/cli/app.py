@@ -44,6 +44,7 @@ COMMANDS: Mapping[str, str] = {
     "log": "print segments, indexes, snapshots and checkpoints for people",
     "tier": "describe the Delta table behind a topic",
     "maintenance": "merge the files of tables and audit them, now or on a schedule",
+    "jars": "print the jar for Spark sessions that pk did not create",
     "doctor": "find out why an environment does not work",
     "version": "print the versions of pk, Python and the libraries",
     "demo": "the main job end to end on real data: log, tier, Spark, counts that agree",

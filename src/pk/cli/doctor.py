@@ -207,6 +207,17 @@ def check_jars() -> Check:
     return Check("jars", True, ", ".join(path.name for path in present))
 
 
+def check_columnar() -> Check:
+    """Say which way a read with the option `columnar` takes, and why."""
+    from pk.sparkconnector import columnar_jar
+
+    problem = columnar_jar.problem()
+    if problem:
+        return Check("columnar reader", True, "no jar: every read goes through Python", problem)
+    words = f"{columnar_jar.NAME}, build {columnar_jar.build_of_sources()}"
+    return Check("columnar reader", True, f"{words}: reads with columnar=true use it")
+
+
 def diagnose(
     environment: Mapping[str, str] | None = None,
     ask: Callable[[str], dict[str, Any]] = probe,
@@ -222,7 +233,7 @@ def diagnose(
             "(PYSPARK_PYTHON)", "(PYSPARK_PYTHON, which session() sets)"
         )
     checks = [check_java(), interpreter, *others, check_versions(found), *check_source(found)]
-    return [*checks, check_jars()]
+    return [*checks, check_jars(), check_columnar()]
 
 
 @app.callback()

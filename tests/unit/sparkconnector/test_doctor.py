@@ -160,3 +160,12 @@ def test_the_command(monkeypatch):
     assert told.exit_code == 1
     assert "FAIL java: none\n     fix: get one" in told.stdout
     assert "DATA_SOURCE_NOT_FOUND" in told.stdout
+
+
+def test_the_way_of_a_columnar_read_is_a_note_at_most(monkeypatch) -> None:
+    monkeypatch.setattr("pk.sparkconnector.columnar_jar.problem", lambda: "x.jar was not built")
+    check = doctor.check_columnar()
+    assert (check.mark, check.fix) == ("note", "x.jar was not built")
+    assert "through Python" in check.found
+    monkeypatch.setattr("pk.sparkconnector.columnar_jar.problem", lambda: "")
+    assert doctor.check_columnar().mark == "ok"

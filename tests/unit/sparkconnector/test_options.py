@@ -80,6 +80,7 @@ def test_subscriptions(given, topics, pattern, assigned):
         ({"subscribe": "t", "maxRecordsPerPartition": "many"}, "maxRecordsPerPartition"),
         ({"subscribe": "t", "failOnDataLoss": "maybe"}, "failOnDataLoss is true or false"),
         ({"subscribe": "t", "packPartitions": "2"}, "packPartitions is true or false"),
+        ({"subscribe": "t", "columnar": "yes"}, "columnar is true or false"),
         ({"subscribe": "t", "openCostBytes": "0"}, "openCostBytes is a whole number greater than"),
         ({"subscribe": "t", "pk.isolation.level": "chaos"}, "isolation.level is one of"),
         ({"subscribe": "t", "startingOffsetsByTimestampStrategy": "guess"}, "one of error, latest"),
@@ -283,3 +284,16 @@ def test_unclear_versions_are_refused(given, words):
 def test_a_stream_refuses_what_ends_a_batch(name):
     with pytest.raises(errors.InvalidOption, match=f"{name} has no meaning for a stream"):
         read(streaming=True, **{name: "1"})
+
+
+def test_columnar_is_off_unless_the_option_or_the_environment_says_so(monkeypatch) -> None:
+    for variable, option, expected in (
+        (None, None, False), (None, "true", True), ("true", None, True), ("TRUE", "false", False),
+    ):  # fmt: skip
+        if variable is not None:
+            monkeypatch.setenv("PK_SPARK_COLUMNAR", variable)
+        asked = {**BASE, **({} if option is None else {"columnar": option})}
+        assert options.source(asked, streaming=False).columnar is expected
+    monkeypatch.setenv("PK_SPARK_COLUMNAR", "1")
+    with pytest.raises(errors.InvalidOption, match="PK_SPARK_COLUMNAR is true or false"):
+        options.source(BASE, streaming=False)

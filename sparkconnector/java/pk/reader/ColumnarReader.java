@@ -1,0 +1,143 @@
+// Reads one planned partition: its sections, one after the other.
+//
+// A section that fails, in whatever way, ends there: Python reads the section's rest from its position.
+// Python then retries, looks up metadata, reports losses and words errors; Java does none of these.
+//
+// Local invariant
+//   R1  Everything below `position` was returned once, in order.  The batch that Spark processes now is
+//       below it: a reader goes on only after Spark asked for the next one.
+package pk.reader;
+
+import java.io.IOException;
+import org.apache.spark.TaskContext;
+import org.apache.spark.TaskKilledException;
+import org.apache.spark.sql.connector.metric.CustomTaskMetric;
+import org.apache.spark.sql.connector.read.PartitionReader;
+import org.apache.spark.sql.types.StructType;
+import org.apache.spark.sql.vectorized.ColumnarBatch;
+import org.slf4j.Logger;
+import org.slf4j.LoggerFactory;
+
+final class ColumnarReader implements PartitionReader<ColumnarBatch> {
+  private static final Logger LOG = LoggerFactory.getLogger(ColumnarReader.class);
+
+  private final PlannedPartition partition;
+  private final ColumnarReaderFactory factory;
+  private final StructType required;
+  private final Plan plan;
+  private final Metrics metrics = new Metrics();
+  private int next;
+  private Section current;
+  private boolean throughPython;
+  private ColumnarBatch batch;
+
+  ColumnarReader(
+      PlannedPartition partition, ColumnarReaderFactory factory, StructType required) {
+    this.partition = partition;
+    this.factory = factory;
+    this.required = required;
+    plan = Plan.parse(partition.json);
+  }
+
+  @Override
+  public boolean next() throws IOException {
+    while (true) {
+      if (current == null) {
+        if (next == plan.sections.size()) {
+          return false;
+        }
+        begin();
+      }
+      batch = advance();
+      if (batch != null) {
+        metrics.returned(batch.numRows(), throughPython);
+        return true;
+      }
+      current.close();
+      current = null;
+      next++;
+    }
+  }
+
+  /** Opens the next section. */
+  private void begin() {
+    Plan.Section one = plan.sections.get(next);
+    throughPython = one.kind.equals("python");
+    if (throughPython) {
+      current = python(one.start);
+    } else {
+      try {
+        current = open(one);
+      } catch (Exception | LinkageError cause) {
+        handOver(one, one.start, cause);
+      }
+    }
+  }
+
+  private Section open(Plan.Section one) throws IOException {
+    if (one.kind.equals("cold")) {
+      return new ColdSection(one, required);
+    }
+    if (one.kind.equals("hot")) {
+      return new HotSection(one, required);
+    }
+    throw new IOException("no reader of " + one.kind + " sections");
+  }
+
+  private ColumnarBatch advance() throws IOException {
+    try {
+      return current.next();
+    } catch (TaskKilledException cause) {
+      throw cause;
+    } catch (Exception | LinkageError cause) {
+      TaskContext context = TaskContext.get();
+      if (throughPython || (context != null && context.isInterrupted())) {
+        throw cause;
+      }
+      long position = current.position();
+      closeQuietly(current);
+      handOver(plan.sections.get(next), position, cause);
+      return current.next();
+    }
+  }
+
+  private void handOver(Plan.Section one, long position, Throwable cause) {
+    LOG.info("{}-{}: Python reads from offset {} on: {}",
+        one.topic, one.partition, position, cause.toString());
+    metrics.handedOver();
+    throughPython = true;
+    current = python(position);
+  }
+
+  /** Python reads the section from `position` on. */
+  private Section python(long position) {
+    return new PythonSection(
+        factory.pythonRows(partition.python(next, next + 1, position)), required);
+  }
+
+  @Override
+  public ColumnarBatch get() {
+    return batch;
+  }
+
+  @Override
+  public CustomTaskMetric[] currentMetricsValues() {
+    return metrics.values();
+  }
+
+  @Override
+  public void close() throws IOException {
+    if (current != null) {
+      current.close();
+      current = null;
+    }
+  }
+
+  private static void closeQuietly(Section one) {
+    try {
+      one.close();
+    } catch (IOException | RuntimeException cause) {
+      LOG.debug("closing a section that failed", cause);
+    }
+  }
+}
