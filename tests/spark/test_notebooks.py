@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from notebooks.run import paths
-from pk.cli.embedded import EmbeddedServer
+from pk.cli.embedded import EmbeddedCluster, EmbeddedServer
 
 #: The variables of each notebook that the test changes.
 SMALL: dict[str, dict[str, Any]] = {
@@ -22,6 +22,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "02_exactly_once": {"FLIGHTS": 1_200, "BATCHES": 3},
     "03_topic_as_table": {"FLIGHTS": 2_000, "REPEATS": 1},
     "04_maintenance": {"FLIGHTS": 3_000, "RETIRED": 20},
+    "05_operating_a_cluster": {"RATE": 200, "SECONDS": 0.5},
     "06_tuning_the_producer": {"RECORDS": 3_000, "RATE": 1_000, "SECONDS": 0.3},
     "07_consumer_groups": {"RATE": 200, "SECONDS": 0.5},
 }
@@ -41,10 +42,12 @@ def run_cells(name: str, cells: list[dict[str, Any]], given: dict[str, Any]) -> 
                 variables.update(given)
                 changed = True
     finally:
+        if "ended" in variables:  # the threads of a notebook that failed
+            variables["ended"].set()
         for process in variables.get("members", {}).values():
             process.kill()
         for each in list(variables.values()):
-            if isinstance(each, EmbeddedServer):
+            if isinstance(each, EmbeddedServer | EmbeddedCluster):
                 each.stop()
     assert changed or not given, "no cell has the tag parameters"
     return variables
