@@ -324,10 +324,10 @@ _SPARK = (
     Case(
         name="spark_read",
         what="Spark computes the count and the sum of the value lengths with local[2] from the "
-        'hot log; one mode uses the option columns="value"',
+        'hot log; one mode uses the option columns="value", one the reader in the JVM',
         against=_CONNECTOR,
         plan="spark_read",
-        pk_modes=("plain", "columns"),
+        pk_modes=("plain", "columns", "columnar"),
         peer_modes=("kafka",),
         variants=_codecs(1.7, 2.5),
         records=10_000_000,
@@ -337,10 +337,10 @@ _SPARK = (
     Case(
         name="spark_stream",
         what="Spark streams the hot log with AvailableNow to the noop sink; one mode uses the "
-        'option columns="value"',
+        'option columns="value", one the reader in the JVM',
         against=_CONNECTOR,
         plan="spark_stream",
-        pk_modes=("plain", "columns"),
+        pk_modes=("plain", "columns", "columnar"),
         peer_modes=("kafka",),
         variants=_codecs(1.7, 3.0),
         records=24_000_000,
@@ -417,10 +417,10 @@ _SPARK = (
     Case(
         name="spark_read_cold",
         what='Spark computes the same count and sum through format("pk") when all records are in '
-        'the tier; one mode uses the option columns="value"',
+        'the tier; one mode uses the option columns="value", one the reader in the JVM',
         against=f"{_CONNECTOR} with the same records in Kafka's log",
         plan="spark_cold",
-        pk_modes=("plain", "columns"),
+        pk_modes=("plain", "columns", "columnar"),
         peer_modes=("kafka",),
         variants=(Variant("none", least=2.0, aim=2.5),),
         records=10_000_000,
@@ -430,10 +430,10 @@ _SPARK = (
     Case(
         name="cold_read",
         what='Spark computes the count and the sum of the value lengths through format("pk") '
-        'from the tier only; one mode uses the option columns="value"',
+        'from the tier only; one mode uses the option columns="value", one the reader in the JVM',
         against="spark.read.parquet on the same files",
         plan="spark_parquet",
-        pk_modes=("plain", "columns"),
+        pk_modes=("plain", "columns", "columnar"),
         peer_modes=("parquet",),
         variants=(Variant("zstd", least=0.5, aim=0.9),),
         records=20_000_000,
