@@ -14,7 +14,8 @@ Invariants
   B2  A line is used only after a clean stop.  After any other end the tail of a log is examined.
   B3  A log has no line if an opening would change its files, or if a part of its state is not in
       the line: damage, cleaned segments, aborted transactions, files to be removed.
-  B4  A missing, damaged or newer file costs time and nothing else.
+
+The file itself is in `log/closed_logs_file`.
 """
 
 from __future__ import annotations
@@ -22,11 +23,10 @@ from __future__ import annotations
 import json
 from array import array
 from base64 import b64decode, b64encode
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from pk import errors
-from pk.log import checkpoints, swap
+from pk.log import swap
 from pk.log.epochs import LeaderEpochs
 from pk.log.forgotten import Forgotten
 from pk.log.index import CorruptIndex, Extent, SparseIndex
@@ -37,27 +37,10 @@ from pk.log.segment import SNAPSHOT, Segment, file_name
 from pk.log.storage import Storage
 from pk.types import EpochStart, Offset
 
-FILE = "closed-logs-checkpoint"
 #: A line holds the index and the producers of a log if they are small.  Others are read from their
 #: files, which have checksums of their own.
 ENTRIES_MAX = 64
 SNAPSHOT_BYTES_MAX = 512
-#: The most lines of a file; logs beyond it are opened as ever.
-LINES_MAX = 200_000
-
-
-def encode(lines: Iterable[str]) -> bytes:
-    """Encode the file."""
-    return checkpoints.encode(FILE, sorted(lines)[:LINES_MAX])
-
-
-def read(storage: Storage) -> dict[str, str]:
-    """Read the file: the line of each log, by the name of its directory (B4)."""
-    try:
-        lines = checkpoints.decode(FILE, storage.read_file(FILE))
-    except (FileNotFoundError, ValueError, errors.NewerFormat):
-        return {}
-    return {line.partition(" ")[0]: line for line in lines}
 
 
 def topic_id_of(line: str) -> str:
@@ -142,8 +125,3 @@ def _index(active: Segment, entries: Sequence[Any] | None) -> SparseIndex:
     sparse.offsets, sparse.positions = array("I", offsets), array("I", positions)
     sparse.times = array("q", times)
     return sparse
-
-
-def write(storage: Storage, lines: Mapping[str, str]) -> None:
-    """Write the file, SYNCED."""
-    storage.replace_file(FILE, encode(line for line in lines.values() if line))

@@ -20,7 +20,7 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from pk import errors
-from pk.log import closed_logs
+from pk.log import closed_logs, closed_logs_file
 from pk.log.directory import Directory
 from pk.log.identity import HERE, Identity
 from pk.log.loading import Loaded
@@ -116,7 +116,7 @@ def _close(storage: Storage, logs: Sequence[PartitionLog], clean: bool) -> list[
 async def write_lines(disk: Disk, lines: Mapping[str, str]) -> None:
     """Write the lines, SYNCED (N3).  Without room for them the next start reads every log."""
     with contextlib.suppress(errors.StorageFull):
-        await disk.write(partial(closed_logs.write, disk.storage, lines))
+        await disk.write(partial(closed_logs_file.write, disk.storage, lines))
 
 
 def closed(directory: Directory, name: str, path: str) -> Closed | None:

@@ -26,7 +26,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from pk import errors, formats
-from pk.log import checkpoints, closed_logs, identity, last_run, sealed
+from pk.log import checkpoints, closed_logs_file, identity, last_run, sealed
 from pk.log.identity import IDENTITIES, Identities, Identity, Known
 from pk.log.last_run import LastRun
 from pk.log.storage import Disk, Storage
@@ -49,7 +49,7 @@ OFFSETS = (RECOVERY_POINTS, HIGH_WATERMARKS, LOG_STARTS, LOCAL_STARTS)
 #: Names that may exist in a directory that is about to be formatted.
 _HARMLESS = {".lock", "lost+found", "run", "metadata", FORMAT_FILE + ".tmp"}
 #: Names that exist only in a formatted directory: files, and directories that are not empty.
-_DATA = {RUN_FILE, CLEAN_FILE, last_run.FILE, IDENTITIES, closed_logs.FILE, *OFFSETS}
+_DATA = {RUN_FILE, CLEAN_FILE, last_run.FILE, IDENTITIES, closed_logs_file.FILE, *OFFSETS}
 _LOGS = ("topics", f"metadata/{METADATA_TOPIC}-0")
 #: What the operator has to do if pk.json is lost beside data.
 _RESTORE = (
@@ -244,7 +244,7 @@ def open_directory(
                 opened.written[name] = dict(into)
             opened.identities.update(identity.read_all(storage))
             opened.last_run = read_last_run(storage)
-            opened.closed_logs = closed_logs.read(storage) if closed else {}
+            opened.closed_logs = closed_logs_file.read(storage) if closed else {}
         opened.written[IDENTITIES] = dict(opened.identities)
     except BaseException:
         storage.unlock()

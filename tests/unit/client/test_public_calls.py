@@ -244,6 +244,7 @@ SPARK: dict[str, Callable[[Any], Any]] = {
     "bounds": lambda c: c.bounds(c.topics(["t"]), read_committed=True),
     "first_at": known(lambda c, topic_id: c.first_at({(topic_id, 0): 1})),
     "delete_before": known(lambda c, topic_id: c.delete_before({(topic_id, 0): 1})),
+    "prepared": known(lambda c, topic_id: c.prepared([range_of(topic_id)], read_committed=True)),
     "curves": known(lambda c, topic_id: c.curves([range_of(topic_id)], 4)),
     "tier_bounds": known(lambda c, topic_id: c.tier_bounds([range_of(topic_id)])),
     "tier": lambda c: c.tier("t"),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pk import errors
-from pk.log import checkpoints, closed_logs, closing, columns, directory
+from pk.log import checkpoints, closed_logs, closed_logs_file, closing, columns, directory
 from pk.log.manager import LogManager
 from pk.log.partition_log import PartitionLog
 from pk.log.segment import LOG, SNAPSHOT, file_name
@@ -216,7 +216,7 @@ def test_what_an_opening_would_repair_has_no_line() -> None:
         change(house, manager)
         manager.remember_broker_epoch(2)
         await manager.close()
-        return sorted(closed_logs.read(storage))
+        return sorted(closed_logs_file.read(storage))
 
     def leave(name: str) -> Callable[[House, LogManager], Any]:
         return lambda house, _: house.storages[0].open(f"{PATH}/{name}", create=True)
@@ -241,16 +241,16 @@ def test_lines_that_do_not_help_cost_time_only(damage: str) -> None:
         house = await closed_house(records=2)
         (storage,) = house.storages
         if damage == "missing":
-            storage.remove(closed_logs.FILE)
+            storage.remove(closed_logs_file.FILE)
         elif damage == "damaged":
-            storage.exchange(closed_logs.FILE, storage.peek(closed_logs.FILE)[:-20])
+            storage.exchange(closed_logs_file.FILE, storage.peek(closed_logs_file.FILE)[:-20])
         elif damage == "newer":
-            lines = closed_logs.read(storage).values()
-            raw = checkpoints.encode(closed_logs.FILE, lines, checkpoints.VERSION + 1)
-            storage.exchange(closed_logs.FILE, raw)
+            lines = closed_logs_file.read(storage).values()
+            raw = checkpoints.encode(closed_logs_file.FILE, lines, checkpoints.VERSION + 1)
+            storage.exchange(closed_logs_file.FILE, raw)
         elif damage == "another topic":
-            (line,) = closed_logs.read(storage).values()
-            closed_logs.write(storage, {"": line.replace(" tid ", " other ")})
+            (line,) = closed_logs_file.read(storage).values()
+            closed_logs_file.write(storage, {"": line.replace(" tid ", " other ")})
         else:  # a file that a full disk kept an earlier stop from replacing
             storage.remove(f"{PATH}/{file_name(2, SNAPSHOT)}")
         manager = await house.opened()
@@ -276,7 +276,7 @@ def test_a_failed_close_leaves_no_mark_and_no_line() -> None:
         manager.remember_broker_epoch(2)
         await manager.close()
         storage.fault = None
-        assert sorted(closed_logs.read(storage)) == ["t-1", "t-2"]
+        assert sorted(closed_logs_file.read(storage)) == ["t-1", "t-2"]
         assert not storage.exists(directory.CLEAN_FILE)
         log = (await house.opened()).get(KEY)
         assert log is not None

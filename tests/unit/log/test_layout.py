@@ -4,7 +4,7 @@ The test writes a sample that uses every file of a data directory: batches with 
 headers, nulls, gaps and wide timestamps, producers, an aborted transaction, two epochs, a roll, the
 checkpoints.  Compressed bodies are left out, because libraries produce their bytes.  So are the
 values of metadata records, of which the declaration counts, and the lines of a clean stop, because
-a build that does not know them reads the files instead (log/closed_logs B4).
+a build that does not know them reads the files instead (log/closed_logs_file B4).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from google.protobuf.descriptor import Descriptor
 
 from pk import settings
 from pk.log import batch as batches
-from pk.log import closed_logs, columns, control_rows, directory
+from pk.log import closed_logs_file, columns, control_rows, directory
 from pk.log.control_rows import Marker
 from pk.log.manager import LogManager
 from pk.log.plan import LogConfig
@@ -115,7 +115,7 @@ async def written() -> dict[str, bytes]:
     image.brokers[7] = BrokerState(7, 3, "i", "b", ("d",), "a:1", "r", changed_offset=5)
     made = SnapshotId(7, 3)
     files[file_name(made)] = b"".join(snapshot.encode(made, snapshot.rows_of(image)))
-    del files[closed_logs.FILE]
+    del files[closed_logs_file.FILE]
     identity = files.pop(directory.FORMAT_FILE)
     assert b"layout" in identity
     return files
