@@ -24,8 +24,8 @@ from pk.client.admin.prepared_batches import (
     awaited_of,
     resolution,
 )
+from pk.client.coordinator_calls import TRANSACTION
 from pk.client.network_client import NetworkClient
-from pk.client.transaction_manager import TRANSACTION
 from pk.transactional_ids import is_transactional, partition_of_id, partition_of_producer
 from pk.types import NONE, TopicPartition
 from pk.wire import frames

@@ -16,13 +16,14 @@ import asyncio
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pk import errors, limits
 from pk.clock import Clock
 from pk.wire.inbound import Account, MemoryPool
+
+if TYPE_CHECKING:
+    import numpy as np
 
 #: Room for a frame of the usual size with its head.
 FIRST_BYTES = limits.FRAME_BYTES + limits.MIB
@@ -171,14 +172,14 @@ class Assembly:
         begin = FIRST_BYTES
         if memory is not None and memory.allocated + FIRST_BYTES > memory.budget.pool_bytes:
             begin = SMALL_BYTES
-        self.array = np.empty(min(size, begin), np.uint8)  # not zeroed, unlike a bytearray
+        self.array = _memory_of(min(size, begin))
         self.view = self.array.data
         self._allocated(len(self.array))
 
     def rest(self) -> memoryview:
         """Return the buffer for the next bytes."""
         if self.filled == len(self.array) < self.size:
-            larger = np.empty(min(self.size, GROWTH * len(self.array)), np.uint8)
+            larger = _memory_of(min(self.size, GROWTH * len(self.array)))
             larger[: self.filled] = self.array
             self._allocated(len(larger) - len(self.array))
             self.array, self.view = larger, larger.data
@@ -191,3 +192,10 @@ class Assembly:
     def _allocated(self, size: int) -> None:
         if self._memory is not None:
             self._memory.allocated += size
+
+
+def _memory_of(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return memory that is not zeroed, unlike a bytearray."""
+    import numpy as np  # a process that receives small frames only, as a command, needs none
+
+    return np.empty(size, np.uint8)
