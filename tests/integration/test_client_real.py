@@ -481,7 +481,8 @@ def test_a_topic_that_does_not_exist_is_not_asked_for_again(
     server: EmbeddedServer, command: list[str]
 ) -> None:
     said = pk(server, "topics", *command, code=1)
-    assert said == "error: topic nope does not exist (change the request)\n"
+    hint = "check the name and number: pk topics describe"
+    assert said == f"error: topic nope does not exist ({hint})\n"
 
 
 def test_perf_waits_no_longer_than_it_is_told(server: EmbeddedServer, topic: str) -> None:

@@ -175,7 +175,7 @@ def test_an_unformatted_node_of_a_cluster_is_refused(cluster: EmbeddedCluster) -
     )  # fmt: skip
     assert done.returncode == 1
     assert "pk server format" in done.stderr
-    assert "whoever runs the server must act" in done.stderr
+    assert "the operator of the server must act" in done.stderr
     made = run(
         ["server", "format", "--config", str(node.config), "--initial-controllers", "--json"]
     )

@@ -53,7 +53,7 @@ COMMANDS: Mapping[str, str] = {
 WHO_ACTS = {
     "client": "try again; pk's clients do so by themselves",
     "user": "change the request",
-    "operator": "whoever runs the server must act",
+    "operator": "the operator of the server must act",
     "pk": "a bug in pk: please report it",
 }
 

@@ -76,7 +76,7 @@ def test_a_pk_error_is_one_line_that_says_who_acts(
     assert app.run(["log"]) == 1
     told = capsys.readouterr()
     assert told.out == ""
-    assert told.err == "error: /data is locked (whoever runs the server must act)\n"
+    assert told.err == "error: /data is locked (the operator of the server must act)\n"
 
 
 def test_a_pk_error_as_json(
