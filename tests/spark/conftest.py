@@ -125,7 +125,7 @@ def cluster(tmp_path_factory) -> Iterator[Cluster]:
 def spark() -> Iterator[Any]:
     from pk.sparkconnector import columnar_jar, session
 
-    if columnar_jar.find_javac() is not None:
+    if columnar_jar.find_javac() is not None:  # CI has one (PK_JAVAC)
         columnar_jar.build()  # the tests of the columnar reader need it; the others ignore it
     found = session(
         app_name="pk tests",

@@ -6,14 +6,11 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from java_compiler import needs_javac
 
 from pk import Producer
-from pk.sparkconnector import columnar_jar
 
-pytestmark = pytest.mark.skipif(
-    bool(columnar_jar.problem()) and columnar_jar.find_javac() is None,
-    reason="no javac: the jar cannot be built, and every read goes through Python",
-)
+pytestmark = needs_javac
 
 
 def leaf_of(frame):

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from java_compiler import needs_javac
 
 from pk.log import batch as batches
 from pk.log import columns
 from pk.settings import CONSUMER
-from pk.sparkconnector import columnar_jar, plan, prepared_fetch
+from pk.sparkconnector import plan, prepared_fetch
 from pk.sparkconnector.java import find_java
 from pk.sparkconnector.offsets import Range
 from pk.sparkconnector.planner import Task
@@ -25,10 +26,7 @@ from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import head_of
 
-pytestmark = pytest.mark.skipif(
-    columnar_jar.find_javac() is None,
-    reason="no javac: the jar cannot be built, and every read goes through Python",
-)
+pytestmark = needs_javac
 RANGE = Range("events", "id", 0, 3, 12)
 
 Script = Callable[[socket.socket], None]

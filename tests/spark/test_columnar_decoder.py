@@ -19,17 +19,14 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from crc32c import crc32c
+from java_compiler import needs_javac
 
 from pk import errors
 from pk.log import batch as batches
 from pk.log import columns
-from pk.sparkconnector import columnar_jar
 from pk.sparkconnector.java import find_java
 
-pytestmark = pytest.mark.skipif(
-    columnar_jar.find_javac() is None,
-    reason="no javac: the jar cannot be built, and every read goes through Python",
-)
+pytestmark = needs_javac
 DECODED_MOST = 1 << 16
 ROW = struct.Struct(">qq")
 REFUSED = (errors.InvalidRecord, errors.CorruptBatch, errors.RecordTooLarge, errors.NewerFormat)

@@ -66,10 +66,11 @@ def restore(
 ) -> None:
     """Make a cluster from the tier of one that lost its disks: topics, settings, stored rows.
 
-    Every record that was in the tables is there again at its offset. What was acknowledged and not
-    yet in a table is lost: readers that stand there get DataLoss, once. The restored cluster has
-    another id. Of several nodes, format the first one, then the others with --join, and start them
-    afterwards. Clients that ran meanwhile are started again.
+    Every record that was in a table is there again, at its offset.  Records that were acknowledged
+    and had not reached a table are lost.  A reader whose position is among them gets DataLoss once.
+    The restored cluster has another id, so clients that were running must be started again.  Of
+    several nodes, format the first one, then the others with --join, and start all of them after
+    that.
 
     Example: pk tier restore --tier-url file:///tmp/pk-tier --dir /tmp/pk-new --dry-run
     """

@@ -6,6 +6,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from java_compiler import needs_javac
 
 from pk import errors
 from pk.cli.app import run
@@ -66,7 +67,7 @@ def test_without_javac_the_build_says_what_to_install(
     assert "warning: no columnar reader" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(columnar_jar.find_javac() is None, reason="no javac on this machine")
+@needs_javac
 def test_what_javac_refuses_leaves_no_jar_behind(sources: Path, tmp_path: Path) -> None:
     columnar_jar.build(tmp_path)
     first = columnar_jar.path().read_bytes()
