@@ -2,14 +2,14 @@
 
 V26  A fetch of committed offsets returns at least what was acknowledged, or fetched, before it
      was sent.  So no offset goes back, and no acknowledged commit is lost with a coordinator:
-     applications of a run never commit a lower offset.
+     applications of a run never commit a lower offset.  The offsets of a deleted topic go (L8).
 V27  A partition has one owner in a generation.  A static member and its successor are one owner.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from pk.client.group_types import ConsumerGroupMetadata
 from pk.sim.checkers import Violation
@@ -19,7 +19,9 @@ from pk.types import PartitionKey
 class GroupHistory:
     """The floors of offsets, and the owners by generation."""
 
-    def __init__(self) -> None:
+    def __init__(self, deleted: Callable[[PartitionKey], bool]) -> None:
+        """`deleted`: whether somebody has asked to delete the topic of a partition."""
+        self._deleted = deleted
         self.floors: dict[PartitionKey, int] = {}
         self._owners: dict[tuple[int, PartitionKey], str] = {}
         self.counts: Counter[str] = Counter()
@@ -42,11 +44,17 @@ class GroupHistory:
     ) -> None:
         """Check V26; `before`: a copy of the floors when the fetch was sent."""
         for key in asked:
-            if found.get(key, 0) < before.get(key, 0):
+            if found.get(key, 0) < before.get(key, 0) and not self._deleted(key):
                 raise Violation(
                     f"V26: {name} fetched offset {found.get(key)} of {key}, after {before[key]}"
                 )
         self._raise(found)
+
+    def forget_deleted(self) -> None:
+        """Forget the offsets of deleted topics."""
+        for key in [each for each in self.floors if self._deleted(each)]:
+            del self.floors[key]
+            self.counts["offsets of deleted topics"] += 1
 
     def owns(self, who: ConsumerGroupMetadata, keys: Iterable[PartitionKey]) -> None:
         """Check V27 as a member applies its assignment."""

@@ -247,6 +247,7 @@ class SimWatcher:
 
     async def look(self) -> None:
         """Fetch what was committed.  Raises why no coordinator answers."""
+        self._shared.history.forget_deleted()
         keys = sorted(self._shared.history.floors)
         await self._fetched(keys, WATCHER_MS)
         self._shared.history.counts["looks at offsets"] += 1
@@ -324,6 +325,7 @@ class GroupRun:
         if self.copies is None:
             return ""
         if self.to_copy is None:
+            self.shared.history.forget_deleted()
             self.to_copy = dict(self.shared.history.floors)
         return self.copies.behind(self.to_copy)
 
@@ -347,10 +349,10 @@ def group_run(
 ) -> GroupRun:
     """Return the group of a run.  Its assignor is drawn."""
     assignor = random_of("group").choice(sorted(ASSIGNORS))
-    history = GroupHistory()
+    history = GroupHistory(oracle.deletes)
     shared = GroupClient(cluster.bootstrap, history, oracle, options, trouble, assignor)
     copies = None
     if options.server.get("tier_offsets_interval_ms"):
         objects = cluster.store.memory.objects
-        copies = CopyCheck(objects, CLUSTER_ID, GROUP_ID, history.counts)
+        copies = CopyCheck(objects, CLUSTER_ID, GROUP_ID, history.counts, oracle.deletes)
     return GroupRun(shared, random_of, HeartbeatCheck(cluster, history.counts), copies)

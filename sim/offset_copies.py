@@ -11,7 +11,7 @@ The check reads the objects of the store without delay.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from pk.sim.checkers import require
 from pk.tiering import offset_files
@@ -20,11 +20,21 @@ from pk.types import PartitionKey
 
 
 class CopyCheck:
-    """Checks V37 for one group.  objects: those of the store"""
+    """Checks V37 for one group.
+
+    objects: those of the store.  deleted: whether somebody has asked to delete the topic of a
+    partition, whose offsets go (L8).
+    """
 
     def __init__(
-        self, objects: Mapping[str, bytes], cluster_id: str, group_id: str, counts: Counter[str]
+        self,
+        objects: Mapping[str, bytes],
+        cluster_id: str,
+        group_id: str,
+        counts: Counter[str],
+        deleted: Callable[[PartitionKey], bool],
     ) -> None:
+        self._deleted = deleted
         self._objects = objects
         self._home = offset_files.directory(cluster_id) + "/"
         self._group_id = group_id
@@ -66,7 +76,7 @@ class CopyCheck:
         offsets = {key: stored.offset for key, stored in group.offsets.items()}
         for key, offset in self._seen.items():
             require(
-                offsets.get(key, 0) >= offset,
+                offsets.get(key, 0) >= offset or self._deleted(key),
                 "V37",
                 "{} has {} for {}, an earlier copy {}",
                 copy.path,

@@ -143,6 +143,9 @@ PREPARED_MAX_MS = (1_000, 3_000, 8_000)
 COMPACTION_CHANCE = 0.25
 #: The share of seeds with maintained tables: compacted topics with a tier.
 MAINTENANCE_CHANCE = 0.2
+#: The share of seeds that have a consumer group, and how often the tier copies its offsets.
+GROUP_CHANCE = 0.35
+OFFSET_COPIES_MS = (300, 1_000, 60_000)
 #: The least fault phase of such a run: a tombstone leaves a table in it.
 MAINTENANCE_MS = 15_000
 #: delete_retention_ms of compacted topics.
@@ -238,8 +241,7 @@ class SimOptions:
     jobs: int = field(default=0, repr=False)
     #: Number of jobs whose batches a Delta table decides; not in `repr` either.
     together_jobs: int = field(default=0, repr=False)
-    #: Number of members of the consumer group that reads the topics; not in `repr` either.  Only
-    #: runs that name them have them.
+    #: Number of members of the consumer group that reads the topics; not in `repr` either.
     groups: int = field(default=0, repr=False)
     #: Whether a query that lags behind holds retention; not in `repr` either.  Only runs that name
     #: it have it.
@@ -319,7 +321,10 @@ def drawn(rng: random.Random, *, faults: Iterable[str] | None = None, **given: A
     if rng.random() < TOGETHER_CHANCE and brokers >= JOB_BROKERS_MIN:
         options = with_together(rng, options, brokers)
     more = tuple(name for name in _DESCRIPTOR_FAULTS if rng.random() < 0.3)
-    return replace(options, faults=(*options.faults, *more))
+    options = replace(options, faults=(*options.faults, *more))
+    if rng.random() < GROUP_CHANCE and brokers >= JOB_BROKERS_MIN:
+        options = with_group(rng, options)
+    return options
 
 
 def with_transactions(rng: random.Random, options: SimOptions, brokers: int) -> SimOptions:
@@ -362,6 +367,12 @@ def with_together(rng: random.Random, options: SimOptions, brokers: int) -> SimO
         faults=(*options.faults, *faults),
         server={**options.server, **resolvers},
     )
+
+
+def with_group(rng: random.Random, options: SimOptions) -> SimOptions:
+    """Return the options with a drawn group, whose offsets the tier may copy."""
+    copies = {"tier_offsets_interval_ms": rng.choice(OFFSET_COPIES_MS)}
+    return replace(options, groups=rng.randint(2, 6), server={**options.server, **copies})
 
 
 def with_compaction(rng: random.Random, options: SimOptions, brokers: int) -> SimOptions:

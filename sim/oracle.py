@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pk.sim.options import TopicPlan
-from pk.types import NONE, Offset
+from pk.types import NONE, Offset, PartitionKey
 
 
 class RecordId(NamedTuple):
@@ -135,6 +135,11 @@ class Oracle:
 
     def deleting(self, name: str) -> None:
         self.topics[name].going = True
+
+    def deletes(self, key: PartitionKey) -> bool:
+        """Return whether a client has asked to delete this topic, by its id."""
+        current = (each.topic_id for each in self.topics.values() if not each.going)
+        return key.topic_id not in current
 
     def grown(self, name: str, partitions: int) -> None:
         topic = self.topics[name]
