@@ -85,6 +85,7 @@ class TierWorker:
         executors: Executors,
         *,
         cold_cache_bytes: int,
+        cold_read_ahead_bytes: int,
         owner_settings: OwnerSettings,
         on_report: Callable[[], None],
         on_bug: Callable[[str, BaseException], None],
@@ -97,7 +98,9 @@ class TierWorker:
         self.topics: dict[str, TopicTier] = {}
         self.outbox: dict[PartitionKey, wire.TierProgress] = {}
         self.counts = Counts()
-        self.reader = TierReader(store, executors.read, cold_cache_bytes)
+        self.reader = TierReader(
+            store, executors.read, world.clock, cold_cache_bytes, cold_read_ahead_bytes
+        )
         self._views = views
         self._executors = executors
         self.owner_settings = owner_settings
@@ -281,15 +284,18 @@ class TierWorker:
         end: Offset,
         max_bytes: int,
         late: Callable[[], bool] = never,
+        reader: int = 0,
     ) -> FetchedBatches:
-        """Serves a cold read; once it is `late` it returns the rows found so far."""
+        """Serves a cold read of a client; once it is `late` it returns the rows found so far."""
         topic = self.topic(topic_id, name)
         place = await self._place(topic, partition, offset + 1)
         fetched: FetchedBatches = await self._read(
-            topic, place, lambda each: self.reader.fetch(each, offset, end, max_bytes, late)
+            topic, place, lambda each: self.reader.fetch(each, offset, end, max_bytes, late, reader)
         )
         self.counts.cold_fetches += 1
         self.counts.cold_bytes += sum(map(len, fetched.batches))
+        self.counts.read_ahead_bytes = self.reader.ahead.read_bytes
+        self.counts.read_ahead_wasted_bytes = self.reader.ahead.wasted_bytes
         return fetched
 
     async def offset_for_time(

@@ -100,6 +100,7 @@ class TierNode:
             views,
             executors,
             cold_cache_bytes=int(run.server["cold_cache_bytes"]),
+            cold_read_ahead_bytes=int(run.server["cold_read_ahead_bytes"]),
             owner_settings=owner_settings(run.server),
             on_report=self._reports.set,
             on_bug=self._bug,
@@ -372,6 +373,7 @@ class TierNode:
                 request.end_offset,
                 wanted,
                 late=lambda: clock.monotonic_ms() >= late_ms,
+                reader=request.reader,
             )
         return wire.TierFetchReply(next_offset=fetched.next_offset), fetched.batches
 
