@@ -28,8 +28,6 @@ class Counts:
     cold_fetches: int = 0
     cold_bytes: int = 0
     repaired_files: int = 0
-    read_ahead_bytes: int = 0
-    read_ahead_wasted_bytes: int = 0
 
     def uploaded(self, rows: int, size: int, *, repaired: bool) -> None:
         """Counts the upload of one file."""

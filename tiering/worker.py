@@ -84,8 +84,7 @@ class TierWorker:
         views: StorageViews,
         executors: Executors,
         *,
-        cold_cache_bytes: int,
-        cold_read_ahead_bytes: int,
+        cold_bytes: tuple[int, int],  #: of the read cache; its part for read-ahead
         owner_settings: OwnerSettings,
         on_report: Callable[[], None],
         on_bug: Callable[[str, BaseException], None],
@@ -98,9 +97,7 @@ class TierWorker:
         self.topics: dict[str, TopicTier] = {}
         self.outbox: dict[PartitionKey, wire.TierProgress] = {}
         self.counts = Counts()
-        self.reader = TierReader(
-            store, executors.read, world.clock, cold_cache_bytes, cold_read_ahead_bytes
-        )
+        self.reader = TierReader(store, executors.read, world.clock, *cold_bytes)
         self._views = views
         self._executors = executors
         self.owner_settings = owner_settings
@@ -294,8 +291,6 @@ class TierWorker:
         )
         self.counts.cold_fetches += 1
         self.counts.cold_bytes += sum(map(len, fetched.batches))
-        self.counts.read_ahead_bytes = self.reader.ahead.read_bytes
-        self.counts.read_ahead_wasted_bytes = self.reader.ahead.wasted_bytes
         return fetched
 
     async def offset_for_time(

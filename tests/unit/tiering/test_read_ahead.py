@@ -131,7 +131,7 @@ def test_rows_in_memory_are_no_load() -> None:
 
 @pytest.mark.parametrize("clients", [4, 16, 40])
 def test_clients_share_the_memory_evenly(clients: int) -> None:
-    """U3: also with a client that had all of it before the others came."""
+    """tiering/read_ahead U3: also with a client that had all of it before the others came."""
     it = Clients(16 * MIB)
     for _ in range(30):
         it.read(0)
@@ -170,18 +170,20 @@ def test_memory_and_waste_are_bounded(
         it.now_ms += pause_ms
         on = seek is None or seek * ROWS == it.at.get(client)
         straight[client] = straight.get(client, 0) * on + MIB
-        taken += sum(each.file_bytes for each in it.read(client, seek and seek * ROWS, waited=waited))
+        taken += sum(
+            each.file_bytes for each in it.read(client, seek and seek * ROWS, waited=waited)
+        )
         if land:
             it.land()
         core = it.core
-        assert core.bytes <= core.bytes_max  # U1
+        assert core.bytes <= core.bytes_max  # tiering/read_ahead U1
         assert core.bytes == sum(each.group.memory_bytes for each in core._held.values())
         loading = [each for each in core._held.values() if each.loading]
         assert core.loading_bytes == sum(each.group.memory_bytes for each in loading)
         assert len(loading) == len(set(it.loading))
         for number, known in core._readers.items():
             assert known.unread_bytes == sum(e.memory_bytes for e in known.unread.values())
-            assert known.unread_bytes <= max(MIB, straight[number])  # U2
+            assert known.unread_bytes <= max(MIB, straight[number])  # tiering/read_ahead U2
             assert all(each.max_offset >= known.next_offset for each in known.unread.values())
             assert all(key in core for key in known.unread)
         assert core._straight == sum(e.window_bytes > 0 for e in core._readers.values())

@@ -74,7 +74,8 @@ class Tier:
         async def here(work: Callable[[], Any]) -> Any:
             return work()
 
-        self.reader = TierReader(self.store, here, SystemClock(), cache, ahead)  # type: ignore[arg-type]
+        clock = SystemClock()
+        self.reader = TierReader(self.store, here, clock, cache, ahead)  # type: ignore[arg-type]
 
     async def all(self, start: int, end: int, max_bytes: int) -> list[int]:
         found: list[int] = []
