@@ -12,7 +12,7 @@ one `AdminConnection`.  A new subject, such as groups, is a module of this packa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -149,16 +149,20 @@ class AdminClient:
         configs: Mapping[str, Any] | None = None,
         *,
         replication_factor: int = 0,
+        replica_assignment: Sequence[Sequence[int]] = (),
         validate_only: bool = False,
         timeout_s: float = TIMEOUT_S,
     ) -> TopicResult:
         """Create one topic.
 
         partitions, replication_factor: 0 = the server's default.  configs: topic settings by name.
-        validate_only: check, and create nothing.  Raises `TopicAlreadyExists`, `InvalidTopic`,
-        `InvalidConfig`, `InvalidPartitions`, `InvalidReplicationFactor`.
+        replica_assignment: broker ids for each partition, the preferred leader first, instead of
+        both numbers.  validate_only: check, and create nothing.  Raises `TopicAlreadyExists`,
+        `InvalidTopic`, `InvalidConfig`, `InvalidPartitions`, `InvalidReplicationFactor`,
+        `InvalidReplicaAssignment`.
         """
-        topic = NewTopic(name, partitions, {} if configs is None else configs, replication_factor)
+        settings = {} if configs is None else configs
+        topic = NewTopic(name, partitions, settings, replication_factor, replica_assignment)
         return self._topics.create_topic(topic, validate_only, timeout_s)
 
     def create_topics(
@@ -184,12 +188,19 @@ class AdminClient:
         return self._topics.delete_topics(names, purge_tier, timeout_s)
 
     def create_partitions(
-        self, topic: str, total: int, *, timeout_s: float = TIMEOUT_S
+        self,
+        topic: str,
+        total: int,
+        *,
+        replica_assignment: Sequence[Sequence[int]] = (),
+        timeout_s: float = TIMEOUT_S,
     ) -> TopicResult:
         """Grow a topic to `total` partitions.  From then on a key may go to another partition (see
         `note`).
+
+        replica_assignment: broker ids for each new partition, the preferred leader first.
         """
-        return self._topics.create_partitions(topic, total, timeout_s)
+        return self._topics.create_partitions(topic, total, replica_assignment, timeout_s)
 
     def list_topics(
         self, *, internal: bool = False, timeout_s: float = TIMEOUT_S

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,12 +18,17 @@ from pk.wire import pk_pb2 as wire
 
 @dataclass(slots=True, frozen=True)
 class NewTopic:
-    """A topic to create; `partitions=0` takes the server's default."""
+    """A topic to create; `partitions=0` takes the server's default.
+
+    replica_assignment: broker ids for each partition, the preferred leader first; it replaces
+    `partitions` and `replication_factor`.
+    """
 
     name: str
     partitions: int = 0
     configs: Mapping[str, Any] = field(default_factory=dict)
     replication_factor: int = 0
+    replica_assignment: Sequence[Sequence[int]] = ()
 
 
 @dataclass(slots=True, frozen=True)
@@ -82,10 +87,20 @@ class TopicCalls:
         )
         return _results(self._connection.ask(request, wire.DeleteTopicsReply, timeout_s).results)
 
-    def create_partitions(self, topic: str, total: int, timeout_s: float) -> TopicResult:
+    def create_partitions(
+        self,
+        topic: str,
+        total: int,
+        replica_assignment: Sequence[Sequence[int]],
+        timeout_s: float,
+    ) -> TopicResult:
         """Grow a topic to `total` partitions."""
         request = wire.CreatePartitionsRequest()
-        request.topics.add(name=arguments.topic(topic), total_count=arguments.whole(total, "total"))
+        request.topics.add(
+            name=arguments.topic(topic),
+            total_count=arguments.whole(total, "total"),
+            assignment=_assignment(replica_assignment),
+        )
         reply = self._connection.ask(request, wire.CreatePartitionsReply, timeout_s)
         return _one(_results(reply.results))
 
@@ -121,7 +136,20 @@ def _add_topic(request: wire.CreateTopicsRequest, topic: NewTopic) -> None:
         partitions=arguments.whole(topic.partitions, "partitions"),
         replication_factor=arguments.whole(topic.replication_factor, "replication_factor"),
         configs=settings_of(topic.configs, "configs"),
+        assignment=_assignment(topic.replica_assignment),
     )
+
+
+def _assignment(given: Sequence[Sequence[int]]) -> list[wire.ReplicaAssignment]:
+    """Return the wire's form of broker ids by partition."""
+    name = "replica_assignment"
+    rows = [
+        arguments.items(row, name, "lists of broker ids") for row in arguments.items(given, name)
+    ]
+    return [
+        wire.ReplicaAssignment(broker_ids=[arguments.whole(one, name, 0) for one in row])
+        for row in rows
+    ]
 
 
 def _results(results: Iterable[wire.TopicResult]) -> list[TopicResult]:

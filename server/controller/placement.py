@@ -5,6 +5,9 @@ at `start + p`.  The next replicas follow in the ring, first on racks that the p
 use yet, then on the others.  Brokers that are not available come last, so that an available broker
 leads the partition if there is one.
 
+An operator may name the replicas instead (`assigned`).  Kafka's rules apply: the replicas of a
+partition are distinct and registered, and all partitions have equally many.
+
 Properties (tests/unit/server/controller)
   - replicas of a partition are distinct
   - leaders per broker differ by at most one while all brokers are available
@@ -48,6 +51,39 @@ def place(
         _replicas(ring, spare, (start + number) % len(ring), replication_factor)
         for number in range(partitions)
     ]
+
+
+def assigned(
+    candidates: Sequence[Candidate], given: Sequence[Sequence[int]], replication_factor: int = 0
+) -> list[tuple[NodeId, ...]]:
+    """Return the replicas that an operator names for each new partition, checked.
+
+    candidates: all registered brokers.  replication_factor: of the partitions that exist; 0 = there
+    are none.  Raises `InvalidReplicaAssignment`, `BrokerUnavailable`.
+    """
+    known = {each.broker_id: each for each in candidates}
+    placed: list[tuple[NodeId, ...]] = []
+    for number, members in enumerate(given):
+        entry = f"entry {number} of the replica assignment"
+        factor = replication_factor or len(given[0])
+        if not members or len(members) != factor:
+            raise errors.InvalidReplicaAssignment(
+                f"{entry} names {len(members)} replicas: each names the same number, at least one"
+                + (f", here {factor} as the topic's partitions have" if replication_factor else "")
+            )
+        if len(set(members)) != len(members):
+            raise errors.InvalidReplicaAssignment(f"{entry} names a broker twice: {list(members)}")
+        unknown = [member for member in members if NodeId(member) not in known]
+        if unknown:
+            raise errors.InvalidReplicaAssignment(
+                f"{entry} names broker {unknown[0]}, which is not registered"
+            )
+        if not any(known[NodeId(member)].available for member in members):
+            raise errors.BrokerUnavailable(
+                f"{entry} names {list(members)}: none of them is available to lead the partition"
+            )
+        placed.append(tuple(NodeId(member) for member in members))
+    return placed
 
 
 def _ring(candidates: Sequence[Candidate]) -> list[Candidate]:

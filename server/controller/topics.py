@@ -24,7 +24,7 @@ from pk.server.controller.commands import (
     registered,
 )
 from pk.server.controller.partition_limits import Room
-from pk.server.controller.placement import Candidate, place
+from pk.server.controller.placement import Candidate, assigned, place
 from pk.server.metadata.image import (
     BROKER_RESOURCE,
     TOPIC_RESOURCE,
@@ -112,17 +112,33 @@ def _new_topic(
     check_name(new.name)
     if new.name in image.topic_ids:
         raise errors.TopicAlreadyExists(f"topic {new.name} exists", topic=new.name)
-    count = _or_default(new.partitions, int(rules.server["default_num_partitions"]))
-    if count < 1:
-        raise errors.InvalidPartitions(f"{count} partitions: a topic has at least one")
-    _check_count(count, budget)
-    factor = _or_default(new.replication_factor, int(rules.server["default_replication_factor"]))
-    if factor < 1:
-        raise errors.InvalidReplicationFactor(f"replication factor {factor}: at least one")
     values = check_topic_settings(new.configs, cluster_base(image, rules))
-    replicas = place(_candidates(image, room, factor), count, factor, start)
+    if new.assignment:
+        replicas = _assigned(image, new, budget)
+    else:
+        count = _or_default(new.partitions, int(rules.server["default_num_partitions"]))
+        if count < 1:
+            raise errors.InvalidPartitions(f"{count} partitions: a topic has at least one")
+        _check_count(count, budget)
+        default = int(rules.server["default_replication_factor"])
+        factor = _or_default(new.replication_factor, default)
+        if factor < 1:
+            raise errors.InvalidReplicationFactor(f"replication factor {factor}: at least one")
+        replicas = place(_candidates(image, room, factor), count, factor, start)
     room.take(replicas)
     return _records(image, new.name, topic_id, values, replicas)
+
+
+def _assigned(image: MetadataImage, new: wire.NewTopic, budget: int) -> list[tuple[NodeId, ...]]:
+    """Return the replicas that the request names for each partition of a new topic."""
+    given = [list(each.broker_ids) for each in new.assignment]
+    if new.partitions not in (0, -1, len(given)) or new.replication_factor not in (0, -1):
+        raise errors.InvalidRequest(
+            f"topic {new.name}: a replica assignment already says how many partitions and replicas "
+            "there are; give one or the other"
+        )
+    _check_count(len(given), budget)
+    return assigned(_candidates(image), given)
 
 
 def _records(
@@ -196,7 +212,7 @@ def _new_partition(
         replicas=replicas,
         directories=[image.only_directory(member) for member in replicas],
         isr=[member for member in replicas if image.available(member)],
-        leader=replicas[0],
+        leader=next(member for member in replicas if image.available(member)),
         leader_epoch=0,
         partition_epoch=0,
     )
@@ -226,7 +242,16 @@ def create_partitions(image: MetadataImage, rules: Rules, command: CreatePartiti
             _check_count(wanted.total_count, budget)
             factor = len(topic.partitions[0].target)
             more = wanted.total_count - today
-            placed = place(_candidates(image, room, factor), more, factor, today)
+            if wanted.assignment:
+                given = [list(each.broker_ids) for each in wanted.assignment]
+                if len(given) != more:
+                    raise errors.InvalidReplicaAssignment(
+                        f"topic {wanted.name} gets {more} new partitions, and the replica "
+                        f"assignment has {len(given)} entries: one for each new partition"
+                    )
+                placed = assigned(_candidates(image), given, factor)
+            else:
+                placed = place(_candidates(image, room, factor), more, factor, today)
             room.take(placed)
         except errors.PkError as error:
             result.error.CopyFrom(frames.error_of(error))

@@ -13,6 +13,7 @@ import pytest
 from real_cluster import close, until
 
 from pk import Producer, errors
+from pk.cli.app import run
 from pk.cli.embedded import EmbeddedCluster, EmbeddedServer, pk_command
 from pk.client.admin import AdminClient
 from pk.server.metadata.records import decode_batches
@@ -62,10 +63,9 @@ class Cluster:
 
     def create(self, topic: str, *replicas: int, **configs: Any) -> TopicPartition:
         """Create a topic of one partition on these brokers, all in sync."""
-        self.admin.create_topic(topic, 1, configs, replication_factor=len(replicas))
+        self.admin.create_topic(topic, configs=configs, replica_assignment=[replicas])
         place = TopicPartition(topic, 0)
-        assert self.move(place, *replicas) is None
-        until(lambda: self.replicas(place) == replicas, f"{topic} is on {replicas}")
+        assert self.replicas(place) == replicas
         until(lambda: self.isr(place) == set(replicas), f"{topic} is in sync")
         return place
 
@@ -102,6 +102,50 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def cluster(shared: Cluster) -> Iterator[Cluster]:
     yield shared
     shared.start(*list(shared.dead))
+
+
+def test_a_topic_lies_where_its_creator_says(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def topics(*arguments: str) -> tuple[int, str]:
+        code = run(["topics", *arguments, "--bootstrap", cluster.nodes[1].listen])
+        found = capsys.readouterr()
+        return code, found.out + found.err
+
+    def listed(*states: str) -> dict[str, list[int]]:
+        code, text = topics("describe", "placed", "other", *states, "--json")
+        assert code == 0, text
+        found = json.loads(text)["topics"]
+        return {each["name"]: [one["partition"] for one in each["partitions"]] for each in found}
+
+    min_isr = ("--config", "min_insync_replicas=2")
+    assert topics("create", "placed", "--replica-assignment", "2:3,3:1,1:4", *min_isr)[0] == 0
+    assert topics("create", "other", "--replica-assignment", "3:4:1")[0] == 0
+    more = ("alter", "placed", "--add-partitions", "1", "--replica-assignment")
+    code, text = topics(*more, "4:9")
+    assert code != 0
+    assert "broker 9, which is not registered" in text
+    code, text = topics(*more, "4")
+    assert code != 0
+    assert "here 2" in text
+    assert topics(*more, "4:3")[0] == 0
+    replicas = cluster.admin.partition_replicas(["placed"])
+    assert [replicas[TopicPartition("placed", n)] for n in range(4)] == [
+        (2, 3),
+        (3, 1),
+        (1, 4),
+        (4, 3),
+    ]
+    leaders = [each.leader for each in cluster.admin.describe_topics(["placed"])]
+    assert leaders == [2, 3, 1, 4]
+    assert listed("--at-min-isr") == {"placed": [0, 1, 2, 3]}
+    assert listed("--under-replicated", "--under-min-isr", "--unavailable") == {}
+    cluster.kill(4)
+    until(lambda: cluster.isr(TopicPartition("other", 0)) == {1, 3}, "4 has left")
+    until(lambda: 4 not in cluster.admin.describe_topics(["placed"])[3].isr, "4 has left")
+    assert listed("--under-replicated") == {"placed": [2, 3], "other": [0]}
+    assert listed("--under-min-isr") == {"placed": [2, 3]}
+    assert topics("create", "nowhere", "--replica-assignment", "4")[0] != 0
 
 
 def test_a_cancel_never_leaves_fewer_copies_than_min_isr(cluster: Cluster) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pk import errors
-from pk.cli import topic_offsets
+from pk.cli import topic_description, topic_offsets
 from pk.cli.common import (
     DEFAULT_BOOTSTRAP,
     AsJson,
@@ -22,20 +21,28 @@ from pk.cli.common import (
     pairs,
     quiet_end,
     say,
-    size_text,
     table,
 )
+from pk.cli.topic_description import PartitionStates
 
 if TYPE_CHECKING:
-    from pk.client.admin import OpenTransaction, PartitionDescription, TopicResult
+    from pk.client.admin import PartitionDescription, TopicResult
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 
 Names = Annotated[list[str], typer.Argument(help="topic names", metavar="TOPIC…")]
 
+ReplicaAssignmentOption = Annotated[
+    str,
+    typer.Option(
+        help="brokers of each new partition, as kafka-topics takes them: 1:2:3,2:3:1 gives two "
+        "partitions three replicas each; the first leads",
+        metavar="B:B,B:B…",
+    ),
+]
+
 #: The note on a topic that existed before `create --if-not-exists`.
 EXISTS = "already exists (unchanged)"
-_OFFSETS = ("log_start", "local_log_start", "tiered_end", "LSO", "HW", "log_end")
 
 
 def _admin(bootstrap: str) -> Any:
@@ -85,6 +92,7 @@ def create(
     replication_factor: Annotated[
         int | None, typer.Option(min=1, help="default: the server's default_replication_factor")
     ] = None,
+    replica_assignment: ReplicaAssignmentOption = "",
     config: Configs = None,
     if_not_exists: Annotated[
         bool, typer.Option("--if-not-exists", help="a topic that is there already is fine")
@@ -100,12 +108,30 @@ def create(
     from pk.client.admin import NewTopic
 
     configs = pairs(config, "--config")
+    placed = _assignment(replica_assignment)
+    if placed and (partitions or replication_factor):
+        raise errors.InvalidOption(
+            "--replica-assignment says how many partitions and replicas there are: "
+            "leave out --partitions and --replication-factor"
+        )
     with quiet_end(), _admin(bootstrap) as admin:
-        new = [NewTopic(n, partitions or 0, configs, replication_factor or 0) for n in names]
+        factor = replication_factor or 0
+        new = [NewTopic(name, partitions or 0, configs, factor, placed) for name in names]
         results = admin.create_topics(new, timeout_s=timeout_ms / 1000)
         if if_not_exists:
             results = [_forgiven(result) for result in results]
         _report(results, "created", as_json)
+
+
+def _assignment(text: str) -> list[list[int]]:
+    """Return the broker ids for each partition of kafka-topics' notation "1:2,2:3"."""
+    try:
+        return [[int(one) for one in part.split(":")] for part in text.split(",")] if text else []
+    except ValueError:
+        raise errors.InvalidOption(
+            f"--replica-assignment {text[:100]!r}: write broker ids as 1:2,2:3, a colon between "
+            "replicas and a comma between partitions"
+        ) from None
 
 
 def _forgiven(result: TopicResult) -> TopicResult:
@@ -146,6 +172,20 @@ def describe(
     all_configs: Annotated[
         bool, typer.Option("--all-configs", help="all settings, and where each value comes from")
     ] = False,
+    under_replicated: Annotated[
+        bool,
+        typer.Option("--under-replicated", help="only those with a replica out of sync"),
+    ] = False,
+    at_min_isr: Annotated[
+        bool,
+        typer.Option("--at-min-isr", help="only those with exactly min_insync_replicas in sync"),
+    ] = False,
+    under_min_isr: Annotated[
+        bool, typer.Option("--under-min-isr", help="only those that refuse acks=all")
+    ] = False,
+    unavailable: Annotated[
+        bool, typer.Option("--unavailable", help="only partitions without a leader")
+    ] = False,
     bootstrap: BootstrapOption = DEFAULT_BOOTSTRAP,
     timeout_ms: TimeoutMs = 60_000,
     as_json: AsJson = False,
@@ -161,80 +201,18 @@ def describe(
         for each in found:
             by_name.setdefault(each.topic, []).append(each)
         listed = {name: admin.describe_configs(name, timeout_s=seconds()) for name in by_name}
-    settings = {
-        name: {entry.name: entry.value for entry in entries if entry.source == "topic"}
-        for name, entries in listed.items()
-    }
+    states = PartitionStates(under_replicated, at_min_isr, under_min_isr, unavailable)
+    chosen = topic_description.chosen(by_name, listed, states)
     if as_json:
-        objects = [_object(n, ps, settings[n]) for n, ps in by_name.items()]
-        if all_configs:
-            for each in objects:
-                each["all_configs"] = [asdict(entry) for entry in listed[each["name"]]]
+        objects = [
+            topic_description.as_object(name, partitions, listed[name], all_configs)
+            for name, partitions in chosen.items()
+        ]
         say({"topics": objects})
         return
     with quiet_end():
-        for name, partitions in by_name.items():
-            shown = " ".join(f"{key}={value}" for key, value in settings[name].items())
-            head = f"{name}  {partitions[0].topic_id}  {len(partitions)} partitions"
-            table(
-                ["partition", "leader", "replicas", "isr", *_OFFSETS, "bytes", "tier_bytes"],
-                [_row(each) for each in partitions],
-                title=f"{head}  {shown}".rstrip(),
-            )
-            for each in partitions:
-                if each.error is not None:
-                    typer.echo(f"partition {each.partition}: {each.error.message}")
-                elif each.under_replicated:
-                    missing = ", ".join(str(n) for n in each.replicas if n not in each.isr)
-                    typer.echo(f"partition {each.partition}: under-replicated, without {missing}")
-                if each.oldest_transaction is not None:
-                    typer.echo(f"partition {each.partition}: {_held_back(each.oldest_transaction)}")
-            if all_configs:
-                rows = [(entry.name, entry.value, entry.source) for entry in listed[name]]
-                table(["setting", "value", "from"], rows)
-
-
-def _held_back(oldest: OpenTransaction) -> str:
-    began = datetime.fromtimestamp(oldest.began_ms / 1000, UTC).isoformat(timespec="seconds")
-    return (
-        f"producer {oldest.producer_id} (epoch {oldest.producer_epoch}) holds the last stable "
-        f"offset at {oldest.first_offset}, with a transaction that is open since {began}"
-    )
-
-
-def _row(each: PartitionDescription) -> list[Any]:
-    leader = "none" if each.leader < 0 else each.leader
-    replicas, isr = (",".join(map(str, nodes)) for nodes in (each.replicas, each.isr))
-    offsets = [
-        each.log_start, each.local_log_start, each.tiered_end, each.last_stable_offset,
-        each.high_watermark, each.log_end,
-    ]  # fmt: skip
-    return [
-        each.partition,
-        leader,
-        replicas,
-        isr,
-        *offsets,
-        size_text(each.bytes),
-        size_text(each.tier_bytes),
-    ]
-
-
-def _object(
-    name: str, partitions: list[PartitionDescription], settings: dict[str, str]
-) -> dict[str, Any]:
-    listed = []
-    for each in partitions:
-        item = {
-            **asdict(each),
-            "bytes": each.bytes,
-            "under_replicated": each.under_replicated,
-            "error": error_json(each.error),
-        }
-        del item["topic"], item["topic_id"]
-        listed.append(item)
-    topic_id = partitions[0].topic_id
-    return {"name": name, "topic_id": topic_id, "configs": settings, "partitions": listed}
+        for name, partitions in chosen.items():
+            topic_description.show(name, partitions, listed[name], all_configs)
 
 
 @app.command()
@@ -246,6 +224,7 @@ def alter(
     add_partitions: Annotated[
         int | None, typer.Option(min=1, help="so many partitions more")
     ] = None,
+    replica_assignment: ReplicaAssignmentOption = "",
     config: Configs = None,
     unset: Annotated[
         list[str] | None,
@@ -268,6 +247,12 @@ def alter(
         raise errors.InvalidOption(
             "nothing to alter: give --config, --unset, --partitions or --add-partitions"
         )
+    placed = _assignment(replica_assignment)
+    if placed and not (partitions or add_partitions):
+        raise errors.InvalidOption(
+            "--replica-assignment places new partitions: give --partitions or --add-partitions "
+            "too; `pk reassign` moves those that exist"
+        )
     seconds = countdown(timeout_ms)
     notes: list[str] = []
     with quiet_end(), _admin(bootstrap) as admin:
@@ -277,7 +262,9 @@ def alter(
         if add_partitions:
             partitions = len(admin.describe_topics([name], timeout_s=seconds())) + add_partitions
         if partitions:
-            result = admin.create_partitions(name, partitions, timeout_s=seconds())
+            result = admin.create_partitions(
+                name, partitions, replica_assignment=placed, timeout_s=seconds()
+            )
             notes.append(f"{partitions} partitions" + (f"; {result.note}" if result.note else ""))
         if as_json:
             say({"name": name, "notes": notes})

@@ -1062,7 +1062,29 @@ class MetadataReply(_message.Message):
 Global___MetadataReply: _TypeAlias = MetadataReply  # noqa: Y015
 
 @_typing.final
+class ReplicaAssignment(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BROKER_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def broker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        broker_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["broker_ids", b"broker_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicaAssignment: _TypeAlias = ReplicaAssignment  # noqa: Y015
+
+@_typing.final
 class NewTopic(_message.Message):
+    """assignment: one entry for each partition, instead of partitions and replication_factor"""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
@@ -1089,11 +1111,14 @@ class NewTopic(_message.Message):
     PARTITIONS_FIELD_NUMBER: _builtins.int
     REPLICATION_FACTOR_FIELD_NUMBER: _builtins.int
     CONFIGS_FIELD_NUMBER: _builtins.int
+    ASSIGNMENT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     partitions: _builtins.int
     replication_factor: _builtins.int
     @_builtins.property
     def configs(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    @_builtins.property
+    def assignment(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaAssignment]: ...
     def __init__(
         self,
         *,
@@ -1101,10 +1126,11 @@ class NewTopic(_message.Message):
         partitions: _builtins.int = ...,
         replication_factor: _builtins.int = ...,
         configs: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        assignment: _abc.Iterable[Global___ReplicaAssignment] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["configs", b"configs", "name", b"name", "partitions", b"partitions", "replication_factor", b"replication_factor"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "configs", b"configs", "name", b"name", "partitions", b"partitions", "replication_factor", b"replication_factor"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1244,17 +1270,21 @@ class NewPartitions(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     TOTAL_COUNT_FIELD_NUMBER: _builtins.int
+    ASSIGNMENT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     total_count: _builtins.int
+    @_builtins.property
+    def assignment(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaAssignment]: ...
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         total_count: _builtins.int = ...,
+        assignment: _abc.Iterable[Global___ReplicaAssignment] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "total_count", b"total_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "name", b"name", "total_count", b"total_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -100,12 +100,12 @@ GOOD: dict[type, dict[str, dict[str, Any]]] = {
     AdminClient: {
         "create_topic": {
             "name": "u", "partitions": 1, "configs": {"retention.ms": 1}, "replication_factor": 1,
-            "validate_only": True, **TIMED,
+            "replica_assignment": [[1]], "validate_only": True, **TIMED,
         },
         "create_topics": {"topics": [NewTopic("u")], "validate_only": True, **TIMED},
         "delete_topic": {"name": "u", "purge_tier": False, **TIMED},
         "delete_topics": {"names": ["u"], "purge_tier": False, **TIMED},
-        "create_partitions": {"topic": "t", "total": 3, **TIMED},
+        "create_partitions": {"topic": "t", "total": 3, "replica_assignment": [[1]], **TIMED},
         "set_schedule": {"topic": "t", "job": "audit", "every_ms": 10_000, "cron": "", **TIMED},
         "delete_schedule": {"topic": "t", "job": "audit", **TIMED},
         "list_schedules": {"topic": "t", **TIMED},
