@@ -491,6 +491,23 @@ _TIER = (
         peer_records=4_000_000,
         records_least=2_000_000,
     ),
+    Case(
+        name="cold_distance",
+        what="The client reads records that are in the tier only, on an S3 server behind a round "
+        "trip of 30 ms; or the tier copies a backlog of four partitions to it",
+        against="the same without the round trip",
+        plan="cold_distance",
+        pk_modes=("30",),
+        peer_modes=("0",),
+        variants=(
+            Variant("1 partition", least=0.8),
+            Variant("4 partitions", least=0.8),
+            Variant("upload", least=0.8),
+        ),
+        records=4_000_000,
+        peer_records=4_000_000,
+        records_least=2_500_000,
+    ),
 )
 
 CASES = (*_CLIENTS, *_GROUPS, *_CLUSTERS, *_SPARK, *_STORED, *_TIER)

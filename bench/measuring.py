@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 from bench import plans, sides, values
 from bench.cases import Case, Variant
@@ -23,6 +24,7 @@ PAUSE_S = 1.5
 #: bench M6: the bytes that the topics of two rounds take on both sides.
 TOUCH_BYTES = 5 * 1024 * MIB
 
+P = TypeVar("P", bound=Party)
 Say = Callable[[str], None]
 
 
@@ -84,6 +86,7 @@ class Bench:
         self.sessions: dict[str, SparkSession] = {}  #: by kind; started as any other party
         self._started: list[Party] = []
         self._awake: list[Party] = []
+        self._own: dict[str, Any] = {}
         self._numbers = itertools.count(1)
 
     def __enter__(self) -> Bench:
@@ -104,6 +107,13 @@ class Bench:
     def cluster(self, role: str) -> ClusterSide:
         """Return three nodes of a role's side."""
         return self._clusters[role]
+
+    def party(self, name: str, make: Callable[[], P]) -> P:
+        """Return a party of a plan's own; the bench starts and stops it as any other."""
+        if name not in self._own:
+            self._own[name] = make()
+        found: P = self._own[name]
+        return found
 
     def descriptions(self) -> dict[str, str]:
         """Return the descriptions of the sides that were measured."""

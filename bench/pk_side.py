@@ -44,8 +44,8 @@ class PkSide:
         from pk.cli.embedded import EmbeddedServer
 
         self._folder = folder
-        tier = (folder / "tier").as_uri() if self.tiered else ""
-        self._server = EmbeddedServer(folder, tier_url=tier, settings=SETTINGS)
+        tier, settings = self._tier()
+        self._server = EmbeddedServer(folder, tier_url=tier, settings=SETTINGS | settings)
         try:
             self._server.start(START_TIMEOUT_S)
         except errors.PkError as problem:
@@ -53,6 +53,10 @@ class PkSide:
         self.address = self._server.address
         self._admin = AdminClient(self.address)
         self._make_probe()
+
+    def _tier(self) -> tuple[str, dict[str, Any]]:
+        """Return the URL of the tier, and settings for it."""
+        return (self._folder / "tier").as_uri() if self.tiered else "", {}
 
     def _make_probe(self) -> None:
         self.create_topic(PROBE_TOPIC)
@@ -113,14 +117,19 @@ class PkSide:
 
     def tier(self, topic: str) -> Path:
         """Return the folder of the topic's table, once it holds the whole log."""
+        self.await_tiered(topic)
+        return Path(unquote(urlsplit(self._admin.describe_tier(topic).uri).path))
+
+    def await_tiered(self, topic: str) -> None:
+        """Wait until the tier holds the whole log."""
         deadline = time.monotonic() + TIER_TIMEOUT_S
         while True:
             states = self._admin.describe_topics([topic])
             if all(state.tiered_end == state.log_end for state in states):
-                return Path(unquote(urlsplit(self._admin.describe_tier(topic).uri).path))
+                return
             if time.monotonic() > deadline:
                 raise SideFailed(f"{topic} is not tiered: {states}")
-            time.sleep(0.2)
+            time.sleep(0.05)
 
     def segment_files(self, topic: str) -> list[Path]:
         return sorted((self._folder / "data" / "topics").glob(f"{topic}-*/*"))

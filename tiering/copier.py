@@ -4,16 +4,19 @@ dropped.
 Sans-IO; one machine per partition.  The table is the source of truth: the copier starts at the
 table's end, and returns to it after every refusal or unknown outcome (rule T5).
 
-A range [start, end) is due (bytes or age) → uploading → uploaded → handed to the owner → committed
-→ droppable, after its delay and a HEAD of its files.  Uploads run ahead of the commit by at most
-AHEAD_MAX files, because the owner commits only once a second.
+A range [start, end) is due (bytes or age) → building → built → uploaded → handed to the owner →
+committed → droppable, after its delay and a HEAD of its files.  The next file is built while the
+one before it is on its way, so a far store costs no time of building.  Files run ahead of the
+commit by at most AHEAD_MAX, because the owner commits only once a second.
 
 Invariants
   K1  Ranges are contiguous from the table's end: queue[0].start == table end, queue[i].end ==
       queue[i+1].start.
   K2  Copying waits until the watermark has caught up, and stays below the LSO (rule T1).
-  K3  At most one upload and one hand-over are under way.  A retry waits, the wait doubles up to 30
-      s.  An answer names its request; the answer to an abandoned request changes nothing.
+  K3  At most one file is being built and one hand-over is under way.  Only files that have reached
+      the store, with all before them, are handed over.  After a failed file, all after it are built
+      again, too.  A retry waits, the wait doubles up to 30 s.  An answer names its request; the
+      answer to an abandoned request changes nothing.
   K4  `droppable_end` covers only ranges whose files answered a HEAD after `local_drop_delay_ms`
       (rule T6).
   K5  The copier deletes no object; VACUUM deletes uploads that were never committed (rule T5).
@@ -27,12 +30,31 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from pk import errors
 from pk.backoff import Backoff
 from pk.effects import Effect, Send, SetTimer
+from pk.tiering.copier_events import Built as Built
+from pk.tiering.copier_events import Checked as Checked
+from pk.tiering.copier_events import CommitToTable as CommitToTable
+from pk.tiering.copier_events import Confirm as Confirm
+from pk.tiering.copier_events import Confirmed as Confirmed
+from pk.tiering.copier_events import CopierEvent as CopierEvent
+from pk.tiering.copier_events import CopySettings as CopySettings
+from pk.tiering.copier_events import HandedOver as HandedOver
+from pk.tiering.copier_events import Measure as Measure
+from pk.tiering.copier_events import Measured as Measured
+from pk.tiering.copier_events import OperationFailed as OperationFailed
+from pk.tiering.copier_events import SessionLost as SessionLost
+from pk.tiering.copier_events import TableProblem as TableProblem
+from pk.tiering.copier_events import TableSeen as TableSeen
+from pk.tiering.copier_events import Upload as Upload
+from pk.tiering.copier_events import Uploaded as Uploaded
+from pk.tiering.copier_events import View as View
+from pk.tiering.copier_events import Viewed as Viewed
+from pk.tiering.copier_events import Wake as Wake
 from pk.tiering.damage import DamagedFile, holds_the_same
-from pk.tiering.data_files import OFFSET_MAX, DataFile
 from pk.tiering.divergence import find_divergence
 from pk.tiering.layout import SUM_MODULUS, parse_data_path
 from pk.types import NONE, Epoch, Offset
@@ -43,7 +65,7 @@ STORE = "store"
 OWNER = "owner"
 BROKER = "broker"
 
-#: Maximum number of uploaded files that wait for their commit.
+#: Maximum number of files that are on their way to the store or wait for their commit.
 AHEAD_MAX = 4
 BACKOFF_MAX_MS = 30_000
 #: Delay before a range with a missing file, or one that could not be measured, is tried again.
@@ -54,169 +76,19 @@ MARKS = 8
 COMMITTED_MAX = 128
 
 
-@dataclass(slots=True, frozen=True)
-class CopySettings:
-    """The topic's options that concern copying, and the server's back-off."""
-
-    enabled: bool = True
-    max_lag_ms: int = 60_000
-    file_bytes: int = 64 * 1024 * 1024
-    drop_delay_ms: int = 60_000
-    retry_backoff_ms: int = 500
-
-
-@dataclass(slots=True, frozen=True)
-class View:
-    """The leader's state of the partition (`tier_partitions`)."""
-
-    leader_epoch: Epoch
-    ready: bool  #: whether the high watermark has caught up (T1)
-    log_start: Offset
-    local_log_start: Offset
-    last_stable_offset: Offset  #: or the end of what the leader's list of aborted ones covers
-    settings: CopySettings
-    log_end: Offset = OFFSET_MAX
-    epochs: tuple[tuple[Epoch, Offset], ...] = ()  #: of the leader's log: (epoch, its first offset)
-
-
-@dataclass(slots=True, frozen=True, eq=False)
-class Upload:
-    """Effect: copy `[start, ≤ limit)` into a file of about `max_bytes`; a repair copies it all."""
-
-    start: Offset
-    limit: Offset
-    max_bytes: int
-    leader_epoch: Epoch
-    replaces: DataFile | None = None
-
-
-@dataclass(slots=True, frozen=True, eq=False)
-class Measure:
-    """Effect: measure how many log bytes lie in `[start, limit)`."""
-
-    start: Offset
-    limit: Offset
-
-
-@dataclass(slots=True, frozen=True, eq=False)
-class CommitToTable:
-    """Effect: hand a change to the table's owner (`commit_to_table`)."""
-
-    request: wire.CommitToTableRequest
-
-
-@dataclass(slots=True, frozen=True, eq=False)
-class Confirm:
-    """Effect: HEAD every file that covers `[start, end)` (rule T6)."""
-
-    start: Offset
-    end: Offset
-
-
-# -- events ----------------------------------------------------------------------------------------
-
-
 @dataclass(slots=True)
-class Viewed:
-    view: View
-
-
-@dataclass(slots=True)
-class TableSeen:
-    """Event: a snapshot in which the table covers `[start, end)` of this partition."""
-
-    start: Offset
-    end: Offset
-    bytes: int
-    version: int
-    epoch: Epoch = NONE  #: leader epoch of the record at `end - 1`
-    missing_from: Offset = NONE  #: rows may be missing from here on (T17); NONE = none
-
-
-@dataclass(slots=True)
-class Measured:
-    asked: Measure
-    bytes: int
-
-
-@dataclass(slots=True)
-class Uploaded:
-    """Event: an upload has finished; `add` None = the range holds no rows (aborted, markers)."""
+class _Piece:
+    """A range whose file is built; `add` is None if it holds no rows, or is not stored yet."""
 
     asked: Upload
     end: Offset
-    epoch: Epoch  #: leader epoch of the record at `end - 1`
-    add: wire.AddFile | None
-
-
-@dataclass(slots=True)
-class HandedOver:
-    """Event: the owner committed the change, or the table already contained it."""
-
-    asked: CommitToTable
-
-
-@dataclass(slots=True)
-class Confirmed:
-    """Event: files of the range do not answer a HEAD, or are known to be damaged (`missing`)."""
-
-    asked: Confirm
-    missing: Sequence[DamagedFile]
-
-
-@dataclass(slots=True)
-class Checked:
-    """Event: a read or a check found files of this partition missing or damaged."""
-
-    missing: Sequence[DamagedFile]
-
-
-@dataclass(slots=True)
-class OperationFailed:
-    asked: Upload | Measure | CommitToTable | Confirm
-    error: errors.PkError
-
-
-@dataclass(slots=True)
-class TableProblem:
-    """Event: the owner reports a problem of the table; None = the problem is solved."""
-
-    error: errors.PkError | None
-
-
-@dataclass(slots=True)
-class Wake:
-    """Event: the timer fired."""
-
-
-@dataclass(slots=True)
-class SessionLost:
-    """Event: the broker restarted; the copier reports its whole state again."""
-
-
-CopierEvent = (
-    Viewed
-    | TableSeen
-    | Measured
-    | Uploaded
-    | HandedOver
-    | Confirmed
-    | Checked
-    | OperationFailed
-    | TableProblem
-    | Wake
-    | SessionLost
-)
-
-
-@dataclass(slots=True)
-class _Piece:
-    """An uploaded range; `add` is None if it holds no rows."""
-
-    start: Offset
-    end: Offset
     epoch: Epoch
-    add: wire.AddFile | None
+    stored: bool = False
+    add: wire.AddFile | None = None
+
+    @property
+    def start(self) -> Offset:
+        return self.asked.start
 
 
 @dataclass(slots=True)
@@ -280,6 +152,8 @@ class Copier:
             case Measured():
                 if event.asked is self._measuring:
                     self._measuring, self._backlog_bytes = None, event.bytes
+            case Built():
+                self._built(event)
             case Uploaded():
                 self._uploaded(event)
             case HandedOver():
@@ -360,11 +234,18 @@ class Copier:
                 self._repair, self._hopeless[lost.path] = None, None  # rows differ from the table's
             else:
                 self._repair.add = event.add
-        elif event.asked is self._upload:
+            return
+        self._built(Built(event.asked, event.end, event.epoch))  # a range without rows is no file
+        for piece in self._queue:
+            if piece.asked is event.asked:
+                piece.stored, piece.add = True, event.add
+                self._solved(errors.TierUnavailable, errors.StoreRefused)
+
+    def _built(self, event: Built) -> None:
+        if event.asked is self._upload:
             self._upload = None
-            self._queue.append(_Piece(event.asked.start, event.end, event.epoch, event.add))
+            self._queue.append(_Piece(event.asked, event.end, event.epoch))
             self._backlog_bytes = None
-            self._solved(errors.TierUnavailable, errors.StoreRefused)
             self._forget_marks()
 
     def _handed_over(self, event: HandedOver) -> None:
@@ -383,6 +264,10 @@ class Copier:
             self._repair = None
         elif asked is self._upload:
             self._upload = None
+        elif any(piece.asked is asked for piece in self._queue):
+            while self._queue.pop().asked is not asked:  # K3
+                pass
+            self._upload = self._backlog_bytes = None
         elif asked is self._hand_over:
             self._restart()  # refused, failed or unknown: continue from the table's end (T5)
         elif asked is self._confirming:
@@ -485,11 +370,11 @@ class Copier:
 
     def _hand(self, view: View, table: TableSeen, now_ms: int, effects: list[Effect]) -> list[int]:
         """Hands all uploaded pieces to the owner, one hand-over at a time."""
-        if self._hand_over is not None or not self._queue:
+        pieces = list(takewhile(lambda piece: piece.stored, self._queue))
+        if self._hand_over is not None or not pieces:
             return []
         if now_ms < self._not_before_ms:
             return [self._not_before_ms]
-        pieces = list(self._queue)
         assert pieces[0].start == table.end, (pieces[0].start, table.end)  # K1
         adds = [piece.add for piece in pieces if piece.add is not None]
         counter = wire.TierCounter(

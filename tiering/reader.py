@@ -12,8 +12,8 @@ Invariants
       that the table holds are returned.
   H2  `next_offset` > offset: gaps are covered (rule L12).  It never exceeds the table's end or
       `end`.
-  H3  Memory is bounded: the cache holds at most `cache_bytes`; a read holds its result and one row
-      group besides.
+  H3  Memory is bounded: the cache holds at most `cache_bytes`, with what is being read ahead
+      (tiering/read_ahead U1); a read holds its result and one row group besides.
   H4  A missing or damaged file raises `DamagedTierFile`; the caller reloads the table and plans the
       read again.  The file fails only its own range: a read that begins below it ends before it.
   H5  Two readers of the same row group share one download.
@@ -28,7 +28,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Container, Sequence
+from collections.abc import Awaitable, Callable, Container, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -36,6 +36,7 @@ import numpy as np
 import pyarrow as pa
 
 from pk import errors
+from pk.clock import Clock
 from pk.tasks import TaskRegistry, awaited
 from pk.tiering import accounting, convert, footers, row_groups, rowhash
 from pk.tiering.damage import damaged
@@ -43,15 +44,14 @@ from pk.tiering.data_files import DataFile
 from pk.tiering.footers import Footer, Group, UnreadableFile
 from pk.tiering.layout import FILE_SCHEMA, SUM_MODULUS
 from pk.tiering.objects import Executor, ObjectStore
+from pk.tiering.read_ahead import ReadAhead, Unread
 from pk.tiering.table import Snapshot
 from pk.types import NONE, Epoch, Offset
 
 T = TypeVar("T")
 
-#: Maximum number of row groups that are being read ahead for sequential readers.
-PREFETCH_MAX = 4
-#: Number of read positions that are remembered in order to recognise sequential reads.
-POSITIONS_MAX = 1_024
+#: The largest share of the cache that read-ahead may take: the other rows in it were read.
+_AHEAD_SHARE = 0.5
 FOOTERS_BYTES_MAX = 64 * 1024 * 1024
 #: Assumed minimum size of a row when a scattered range is cut.
 _ROW_BYTES_LEAST = 16
@@ -81,6 +81,7 @@ class _Piece(NamedTuple):
     next_offset: Offset
     batches: list[bytes]
     full: bool
+    waited: bool = False  #: whether its rows were not in memory
 
 
 @dataclass(slots=True, frozen=True)
@@ -106,6 +107,7 @@ class _Cache:
     def __init__(self, bytes_max: int) -> None:
         self.bytes_max = bytes_max
         self.bytes = 0
+        self._reserved = 0  #: bytes of `bytes_max` for items that are being loaded
         self._items: OrderedDict[Any, tuple[Any, int]] = OrderedDict()
 
     def get(self, key: Any) -> Any:
@@ -120,9 +122,22 @@ class _Cache:
             return
         self._items[key] = (value, size)
         self.bytes += size
-        while self.bytes > self.bytes_max:
+        self._evict()
+
+    def reserve(self, size: int) -> None:
+        """Keeps `size` bytes free from now on, instead of what was kept free before."""
+        self._reserved = size
+        self._evict()
+
+    def _evict(self) -> None:
+        while self._items and self.bytes + self._reserved > self.bytes_max:
             _, (_, gone) = self._items.popitem(last=False)
             self.bytes -= gone
+
+    def evict_first(self, key: Any) -> None:
+        """Makes an item the first that gives way to others."""
+        if key in self._items:
+            self._items.move_to_end(key, last=False)
 
     def __contains__(self, key: Any) -> bool:
         return key in self._items
@@ -137,14 +152,23 @@ class _Cache:
 class TierReader:
     """Serves the cold reads of every topic on this node."""
 
-    def __init__(self, store: ObjectStore, compute: Executor, cache_bytes: int) -> None:
+    def __init__(
+        self,
+        store: ObjectStore,
+        compute: Executor,
+        clock: Clock,
+        cache_bytes: int,
+        ahead_bytes: int,
+    ) -> None:
         self._store = store
+        self._clock = clock
         self._compute = compute
         self._footers = _Cache(FOOTERS_BYTES_MAX)
         self._rows = _Cache(cache_bytes)
         self._loading = TaskRegistry(awaited)  #: keyed by what they load
-        self._ahead = TaskRegistry()
-        self._positions: OrderedDict[tuple[str, int, Offset], None] = OrderedDict()
+        self._walks = TaskRegistry()  #: that look for row groups to read ahead, by client
+        self._loads_ahead = TaskRegistry()
+        self.ahead = ReadAhead(min(ahead_bytes, int(cache_bytes * _AHEAD_SHARE)))
         self.hits = 0
         self.misses = 0
 
@@ -164,9 +188,12 @@ class TierReader:
         end: Offset,
         max_bytes: int,
         late: Callable[[], bool] = never,
+        reader: int = 0,
     ) -> FetchedBatches:
         """Returns rows of `[offset, end)` up to about `max_bytes`, at least one row if there is
         one.  Once the read is `late` (H7), returns the rows found so far.
+
+        reader: the client, so that its next read is recognised if it goes straight on
 
         Raises `UnknownTierRange` if the table does not cover `offset`, `DamagedTierFile` if the
         file that holds it is damaged, `TierUnavailable` if the store does not answer.
@@ -188,6 +215,7 @@ class TierReader:
         batches: list[bytes] = []
         size = 0
         at = offset
+        waited = False
         while at < limit:
             try:
                 piece = await self._window(place, at, limit, max_bytes - size)
@@ -198,9 +226,16 @@ class TierReader:
             at = piece.next_offset
             batches += piece.batches
             size += sum(map(len, piece.batches))
+            waited = waited or piece.waited
             if piece.full or size >= max_bytes or late():
                 break
-        self._look_ahead(place, offset, at, limit)
+        client = (reader, place.home, place.partition)
+        now_ms = self._clock.monotonic_ms()
+        served = self.ahead.served(client, offset, at, size, now_ms, waited=waited)
+        for key in served.abandoned:
+            self._rows.evict_first(key)
+        if served.straight_on and at < limit and client not in self._walks:
+            self._walks.spawn(self._read_ahead(client, place, limit), client)
         return FetchedBatches(at, batches)
 
     async def _window(
@@ -210,12 +245,14 @@ class TierReader:
         spots = await self._row_groups(place, at, limit)
         if not spots:
             return _Piece(limit, [], full=True)  # no row above: the gap reaches to the limit
+        waited = any(_key(place, spot) not in self._rows for spot in spots)
         window_end = min(spots[0].group.max_offset + 1, limit)
         if len(spots) == 1:
             rows = await self._group(place, spots[0])
         else:
             rows, window_end = await self._merge(place, spots, at, window_end, max_bytes)
-        return await self._compute(functools.partial(_encoded, rows, at, window_end, max_bytes))
+        piece = await self._compute(functools.partial(_encoded, rows, at, window_end, max_bytes))
+        return piece._replace(waited=waited)
 
     async def _row_groups(
         self, place: TablePartition, at: Offset, limit: Offset
@@ -289,7 +326,7 @@ class TierReader:
         return footer
 
     async def _group(self, place: TablePartition, spot: _RowGroup) -> pa.RecordBatch:
-        key = (place.home, spot.file.path, spot.group.number)
+        key = _key(place, spot)
         cached = self._rows.get(key)
         if cached is not None:
             self.hits += 1
@@ -309,7 +346,7 @@ class TierReader:
     async def _times(self, place: TablePartition, spot: _RowGroup) -> pa.RecordBatch:
         """Returns the timestamps of the rows of a row group, from its rows if they are cached.
         They are not cached themselves: the next look-up concerns another row group."""
-        key = (place.home, spot.file.path, spot.group.number)
+        key = _key(place, spot)
         cached = self._rows.get(key)
         if cached is not None:
             self.hits += 1
@@ -366,34 +403,47 @@ class TierReader:
             task = self._loading.spawn(_run(work), key)
         return await asyncio.shield(task)
 
-    def _look_ahead(self, place: TablePartition, offset: Offset, at: Offset, limit: Offset) -> None:
-        """Loads the next row group in advance for a reader that reads sequentially."""
-        before = (place.home, place.partition, offset)
-        sequential = before in self._positions
-        self._positions.pop(before, None)
-        self._positions[(place.home, place.partition, at)] = None
-        while len(self._positions) > POSITIONS_MAX:
-            self._positions.popitem(last=False)
-        if sequential and at < limit and len(self._ahead) < PREFETCH_MAX:
-            self._ahead.spawn(self._prefetch(place, at, limit))
-
-    async def _prefetch(self, place: TablePartition, at: Offset, limit: Offset) -> None:
+    async def _read_ahead(self, client: Hashable, place: TablePartition, limit: Offset) -> None:
+        """Loads the row groups that the client reads next, as far as `ahead` allows it."""
         try:
-            for spot in (await self._row_groups(place, at, limit))[:1]:
-                key = (place.home, spot.file.path, spot.group.number)
-                if key not in self._rows:
-                    await self._group(place, spot)
-                # this row group is cached: look at the one after it
-                elif spot.group.max_offset + 1 < limit:
-                    following = await self._row_groups(place, spot.group.max_offset + 1, limit)
-                    for later in following[:1]:
-                        await self._group(place, later)
+            while (at := self.ahead.position(client)) is not None and at < limit:
+                # the footers are read one row group further than the window
+                spots = await self._row_groups(place, at, limit)
+                for spot in spots:
+                    if spot.group.min_offset < at and _key(place, spot) in self._rows:
+                        continue  # the client is reading it
+                    if not self._load_ahead(client, place, spot):
+                        return
+                self.ahead.passed(client, spots[0].group.max_offset + 1 if spots else limit)
         except errors.PkError:
-            pass  # the reader itself will meet the error
+            pass  # the client's own read will meet the error
+
+    def _load_ahead(self, client: Hashable, place: TablePartition, spot: _RowGroup) -> bool:
+        key, group = _key(place, spot), spot.group
+        there = key in self._rows
+        unread = Unread(key, group.max_offset, group.decoded, 0 if there else group.size)
+        if not self.ahead.take(client, unread):
+            return False
+        self._rows.reserve(self.ahead.loading_bytes)
+        if self.ahead.is_loading(key) and key not in self._loads_ahead:
+            self._loads_ahead.spawn(self._landed(place, spot, key), key)
+        return True
+
+    async def _landed(self, place: TablePartition, spot: _RowGroup, key: Hashable) -> None:
+        try:
+            await self._group(place, spot)
+        except errors.PkError:
+            pass  # the client's own read will meet the error
+        finally:
+            self.ahead.landed(key)
+            self._rows.reserve(self.ahead.loading_bytes)
+            if key not in self.ahead:
+                self._rows.evict_first(key)
 
     async def close(self) -> None:
         """Cancels the loads that run in advance."""
-        await self._ahead.close()
+        await self._walks.close()
+        await self._loads_ahead.close()
         await self._loading.close()
 
     # -- by time -----------------------------------------------------------------------------------
@@ -419,6 +469,10 @@ class TierReader:
                 rows = await self._times(place, _RowGroup(file, footer, group))
                 best = _earlier(best, _first_at(rows, timestamp_ms, from_offset))
         return best
+
+
+def _key(place: TablePartition, spot: _RowGroup) -> tuple[str, str, int]:
+    return place.home, spot.file.path, spot.group.number
 
 
 def _encoded(rows: pa.RecordBatch, at: Offset, end: Offset, max_bytes: int) -> _Piece:

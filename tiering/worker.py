@@ -84,7 +84,7 @@ class TierWorker:
         views: StorageViews,
         executors: Executors,
         *,
-        cold_cache_bytes: int,
+        cold_bytes: tuple[int, int],  #: of the read cache; its part for read-ahead
         owner_settings: OwnerSettings,
         on_report: Callable[[], None],
         on_bug: Callable[[str, BaseException], None],
@@ -97,7 +97,7 @@ class TierWorker:
         self.topics: dict[str, TopicTier] = {}
         self.outbox: dict[PartitionKey, wire.TierProgress] = {}
         self.counts = Counts()
-        self.reader = TierReader(store, executors.read, cold_cache_bytes)
+        self.reader = TierReader(store, executors.read, world.clock, *cold_bytes)
         self._views = views
         self._executors = executors
         self.owner_settings = owner_settings
@@ -281,12 +281,13 @@ class TierWorker:
         end: Offset,
         max_bytes: int,
         late: Callable[[], bool] = never,
+        reader: int = 0,
     ) -> FetchedBatches:
-        """Serves a cold read; once it is `late` it returns the rows found so far."""
+        """Serves a cold read of a client; once it is `late` it returns the rows found so far."""
         topic = self.topic(topic_id, name)
         place = await self._place(topic, partition, offset + 1)
         fetched: FetchedBatches = await self._read(
-            topic, place, lambda each: self.reader.fetch(each, offset, end, max_bytes, late)
+            topic, place, lambda each: self.reader.fetch(each, offset, end, max_bytes, late, reader)
         )
         self.counts.cold_fetches += 1
         self.counts.cold_bytes += sum(map(len, fetched.batches))
@@ -371,8 +372,7 @@ class TierWorker:
         )
 
         async def copy(asked: copying.Upload) -> copying.Uploaded:
-            async with self._uploading:
-                return await self._copy(topic, told, asked, again=True)
+            return await self._copy(topic, told, asked, lambda event: None, again=True)
 
         return await refill.carry_out(self, told, request.accept, place, copy)
 
@@ -530,48 +530,49 @@ class TierWorker:
         await self._guarded(topic, led, asked, work())
 
     async def _upload(self, topic: TopicTier, led: LedPartition, asked: copying.Upload) -> None:
-        async def work() -> copying.Uploaded:
-            async with self._uploading:
-                return await self._copy(topic, led.description, asked)
-
-        await self._guarded(topic, led, asked, work())
+        built = functools.partial(self._step_copier, topic, led)
+        await self._guarded(topic, led, asked, self._copy(topic, led.description, asked, built))
 
     async def _copy(
         self,
         topic: TopicTier,
         told: wire.TierPartition,
         asked: copying.Upload,
+        on_built: Callable[[copying.Built], None],
         again: bool = False,
     ) -> copying.Uploaded:
-        again = again or asked.replaces is not None
-        source = self._partition_directory(told)
-        aborted = aborted_of(told)
-        limit = stable_limit(told, asked.start, asked.limit, whole=again)
-        buffer = self._buffers.pop() if self._buffers else OutputBuffer()
+        async with self._uploading:
+            again = again or asked.replaces is not None
+            source = self._partition_directory(told)
+            aborted = aborted_of(told)
+            limit = stable_limit(told, asked.start, asked.limit, whole=again)
+            buffer = self._buffers.pop() if self._buffers else OutputBuffer()
 
-        def make() -> uploads.Copied:
-            if again:
-                aborted.extend(uploads.aborted_from(source, asked.start))
-            return uploads.copy(source, asked.start, limit, asked.max_bytes, aborted, buffer)
+            def make() -> uploads.Copied:
+                if again:
+                    aborted.extend(uploads.aborted_from(source, asked.start))
+                return uploads.copy(source, asked.start, limit, asked.max_bytes, aborted, buffer)
 
-        try:
-            copied = await self._executors.upload(make)
-            add = None
-            if copied.file is not None:
-                attempt, now_ms = self.world.new_id(), self.world.clock.wall_ms()
-                attempt = attempt.replace("-", "")[:16]
-                add = uploads.named(
-                    copied, told.partition, asked.start, asked.leader_epoch, attempt, now_ms
-                )
-                await self.store.put(f"{topic.home}/{add.path}", copied.file.data)
-                self.counts.uploaded(copied.file.rows, len(copied.file.data), repaired=again)
-        except errors.PkError:
-            self.counts.failed_uploads += 1
-            raise
-        buffer.rest()
-        # not after a failure: a write under way may still read it (tiering/output_buffer B1)
-        self._buffers.append(buffer)
-        return copying.Uploaded(asked, copied.end, copied.epoch, add)
+            try:
+                copied = await self._executors.upload(make)
+                add = None
+                if copied.file is not None:
+                    attempt, now_ms = self.world.new_id(), self.world.clock.wall_ms()
+                    attempt = attempt.replace("-", "")[:16]
+                    add = uploads.named(
+                        copied, told.partition, asked.start, asked.leader_epoch, attempt, now_ms
+                    )
+                    if not again:
+                        on_built(copying.Built(asked, copied.end, copied.epoch))
+                    await self.store.put(f"{topic.home}/{add.path}", copied.file.data)
+                    self.counts.uploaded(copied.file.rows, len(copied.file.data), repaired=again)
+            except errors.PkError:
+                self.counts.failed_uploads += 1
+                raise
+            buffer.rest()
+            # not after a failure: a write under way may still read it (tiering/output_buffer B1)
+            self._buffers.append(buffer)
+            return copying.Uploaded(asked, copied.end, copied.epoch, add)
 
     async def _hand_over(
         self, topic: TopicTier, led: LedPartition, asked: copying.CommitToTable

@@ -30,6 +30,7 @@ HOMES = {
     "partitions": ("partitions", "Partitions"),
     "deep": ("deep", "Deep"),
     "cold_isolation": ("cold", "ColdIsolation"),
+    "cold_distance": ("distance", "ColdDistance"),
     "failover": ("clusters", "Failover"),
     "replicated": ("clusters", "Replicated"),
     "cluster_partitions": ("clusters", "ClusterPartitions"),

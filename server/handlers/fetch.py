@@ -112,6 +112,7 @@ class FetchStream:
         self._partitions = partitions
         self._corruption = corruption
         self._tier = tier
+        self._cold_reader = tier.new_reader()
         self._alter_partition = alter_partition
         self._stream = stream
         self._session = FetchSession()
@@ -507,7 +508,7 @@ class FetchStream:
         try:
             partition = self._partitions.find(position.key)
             payload, next_offset = await self._tier.fetch(
-                partition, position.next_offset, min(position.max_bytes, share)
+                partition, position.next_offset, min(position.max_bytes, share), self._cold_reader
             )
             done = _Cold(position, payload, next_offset, None)
         except errors.PkError as error:

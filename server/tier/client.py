@@ -13,6 +13,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 
 from google.protobuf.message import Message
@@ -45,9 +46,14 @@ class TierClient:
         self._clock = world.clock
         self._caller = Caller(world.network, world.clock, address, hello)
         self._turns = asyncio.Semaphore(CALLS_MAX)
+        self._readers = itertools.count(1)
+
+    def new_reader(self) -> int:
+        """Return a number for a client, by which the tier recognises that it reads straight on."""
+        return next(self._readers)
 
     async def fetch(
-        self, partition: Partition, offset: Offset, max_bytes: int
+        self, partition: Partition, offset: Offset, max_bytes: int, reader: int = 0
     ) -> tuple[memoryview, Offset]:
         """Return batches from `offset` on, and the next offset; ends at the local log start."""
         local = partition.log.local_log_start
@@ -58,6 +64,7 @@ class TierClient:
             offset=offset,
             end_offset=local,
             max_bytes=max_bytes,
+            reader=reader,
         )
         frame = await self._call(request, self._fetch_wait_ms)
         next_offset = frame.head.tier_fetch_reply.next_offset

@@ -99,7 +99,10 @@ class TierNode:
             tables,
             views,
             executors,
-            cold_cache_bytes=int(run.server["cold_cache_bytes"]),
+            cold_bytes=(
+                int(run.server["cold_cache_bytes"]),
+                int(run.server["cold_read_ahead_bytes"]),
+            ),
             owner_settings=owner_settings(run.server),
             on_report=self._reports.set,
             on_bug=self._bug,
@@ -372,6 +375,7 @@ class TierNode:
                 request.end_offset,
                 wanted,
                 late=lambda: clock.monotonic_ms() >= late_ms,
+                reader=request.reader,
             )
         return wire.TierFetchReply(next_offset=fetched.next_offset), fetched.batches
 
@@ -449,6 +453,13 @@ class TierNode:
         """Copy the totals of the worker into the metrics registry, once a second."""
         worker = self.worker
         cached = metrics.gauge("tier_cache_bytes", "bytes of the cold-read cache")
+        ahead = worker.reader.ahead
+        read_ahead = metrics.gauge(
+            "tier_read_ahead_bytes", "bytes read from the store before a client requested them"
+        )
+        wasted = metrics.gauge(
+            "tier_read_ahead_wasted_bytes", "of these, bytes that no client was going to read"
+        )
         totals = {
             name: metrics.gauge(f"tier_{name}", f"{name.replace('_', ' ')} since the start")
             for name in worker.counts.__slots__
@@ -469,6 +480,8 @@ class TierNode:
             lacking = [each for topic in worker.topics.values() for each in topic.missing.values()]
             missing.set(sum(each.rows for each in lacking))
             cached.set(worker.reader.cached_bytes)
+            read_ahead.set(ahead.read_bytes)
+            wasted.set(ahead.wasted_bytes)
             damaged.set(sum(len(topic.damaged) for topic in worker.topics.values()))
             for name, gauge in totals.items():
                 gauge.set(getattr(worker.counts, name))

@@ -415,6 +415,9 @@ SERVER = Options(
         Option("shutdown_timeout_ms", int, 10_000,
                "a draining process is stopped after this", "ms", 0),
         Option("cold_cache_bytes", int, 256 * MIB, "memory of the tier's read cache", "bytes", 0),
+        Option("cold_read_ahead_bytes", int, 64 * MIB,
+               "part of cold_cache_bytes, at most half of it, for rows that clients which read "
+               "straight on have not requested yet; 0 = no read-ahead", "bytes", 0),
         Option("cold_read_threads", int, 2, "concurrent reads from the tier", "", 1, 64),
     ],
     [

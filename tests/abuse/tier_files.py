@@ -337,13 +337,14 @@ class _Readers:
             return error
 
     async def _fetch(self) -> Any:
+        from pk.clock import SystemClock
         from pk.log import columns
         from pk.tiering.reader import TablePartition, TierReader
 
         async def here(work: Callable[[], Any]) -> Any:
             return work()
 
-        reader = TierReader(self.store, here, 0)  # type: ignore[arg-type]
+        reader = TierReader(self.store, here, SystemClock(), 0, 0)  # type: ignore[arg-type]
         place = TablePartition("t", 0, self.snapshot)
         at, end, found = self.range.start, self.range.end, []
         try:

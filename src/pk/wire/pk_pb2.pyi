@@ -4841,12 +4841,14 @@ class TierFetchRequest(_message.Message):
     OFFSET_FIELD_NUMBER: _builtins.int
     END_OFFSET_FIELD_NUMBER: _builtins.int
     MAX_BYTES_FIELD_NUMBER: _builtins.int
+    READER_FIELD_NUMBER: _builtins.int
     topic_id: _builtins.str
     topic: _builtins.str
     partition: _builtins.int
     offset: _builtins.int
     end_offset: _builtins.int
     max_bytes: _builtins.int
+    reader: _builtins.int
     def __init__(
         self,
         *,
@@ -4856,10 +4858,11 @@ class TierFetchRequest(_message.Message):
         offset: _builtins.int = ...,
         end_offset: _builtins.int = ...,
         max_bytes: _builtins.int = ...,
+        reader: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_offset", b"end_offset", "max_bytes", b"max_bytes", "offset", b"offset", "partition", b"partition", "topic", b"topic", "topic_id", b"topic_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_offset", b"end_offset", "max_bytes", b"max_bytes", "offset", b"offset", "partition", b"partition", "reader", b"reader", "topic", b"topic", "topic_id", b"topic_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -123,7 +123,12 @@ class Tier:
         self.confirmed: list[tuple[int, int]] = []
         self.gate: asyncio.Event | None = None
 
-    async def fetch(self, partition: Partition, offset: int, max_bytes: int) -> tuple[bytes, int]:
+    def new_reader(self) -> int:
+        return 1
+
+    async def fetch(
+        self, partition: Partition, offset: int, max_bytes: int, reader: int = 0
+    ) -> tuple[bytes, int]:
         self.fetches.append((str(partition), offset))
         if self.gate is not None:
             await self.gate.wait()

@@ -73,6 +73,47 @@ def damaged_file() -> DamagedFile:
     return DamagedFile(file, damaged("memory://t", file, 0, "it is not in the store"))
 
 
+def test_the_next_file_is_built_while_one_is_on_its_way() -> None:
+    """tiering/copier K3: files are handed over in order, once they and all before are stored."""
+    it = Driver().table(0).view(5_000)
+    it.step(copying.Measured(it.take(copying.Measure), 10_000))
+    first = it.take(copying.Upload)
+    assert it.sent == []
+    it.step(copying.Built(first, 1_000, 0))
+    it.step(copying.Measured(it.take(copying.Measure), 9_000))
+    second = it.take(copying.Upload)
+    assert (second.start, it.sent) == (1_000, [])
+    it.step(copying.Built(second, 2_000, 0))
+    it.step(copying.Measured(it.take(copying.Measure), 8_000))
+    third = it.take(copying.Upload)
+    it.uploaded(second, 2_000)
+    assert it.sent == []  # the first one is not stored yet
+    it.uploaded(first, 1_000)
+    request = it.take(copying.CommitToTable).request
+    assert [(add.start, add.end) for add in request.adds] == [(0, 1_000), (1_000, 2_000)]
+    it.uploaded(third, 3_000)
+    assert not [each for each in it.sent if isinstance(each, copying.CommitToTable)]
+
+
+def test_a_file_that_fails_takes_those_after_it_along() -> None:
+    it = Driver().table(0).view(5_000)
+    asked = []
+    for end in (1_000, 2_000, 3_000):
+        it.step(copying.Measured(it.take(copying.Measure), 10_000))
+        asked.append(it.take(copying.Upload))
+        if end < 3_000:
+            it.step(copying.Built(asked[-1], end, 0))
+    it.uploaded(asked[0], 1_000)
+    assert len(it.take(copying.CommitToTable).request.adds) == 1
+    it.step(copying.OperationFailed(asked[1], errors.TierUnavailable("no")))
+    it.uploaded(asked[2], 3_000)  # abandoned: it began after the lost file
+    it.step(copying.OperationFailed(asked[1], errors.TierUnavailable("no")))
+    it.wake()
+    again = [each for each in it.sent if isinstance(each, copying.Measure | copying.Upload)]
+    assert [each.start for each in again] == [1_000]
+    assert not [each for each in it.sent if isinstance(each, copying.CommitToTable)]
+
+
 def test_nothing_is_copied_before_the_watermark_has_caught_up() -> None:
     it = Driver().table(0).view(500, ready=False)
     assert it.sent == []

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pk import errors
+from pk.clock import SystemClock
 from pk.log import columns
 from pk.tiering import convert, footers, layout
 from pk.tiering.data_files import DataFile
@@ -86,7 +87,7 @@ class Tier:
         place = TablePartition(
             HOME, 0, Snapshot(1, "id", files, {0: PartitionCounters(end=self.end)})
         )
-        reader = TierReader(self.store, self._here, 0)  # type: ignore[arg-type]
+        reader = TierReader(self.store, self._here, SystemClock(), 0, 0)  # type: ignore[arg-type]
 
         async def read() -> tuple[int, list[Any]]:
             fetched = await reader.fetch(place, start, end, max_bytes)

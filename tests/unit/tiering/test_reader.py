@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 
 from pk import errors
+from pk.clock import SystemClock
 from pk.log import batch as log_batch
 from pk.log import columns
 from pk.tiering.data_files import DataFile
@@ -44,9 +45,16 @@ class Tier:
     """Files in memory, and a snapshot of them."""
 
     def __init__(
-        self, layouts: list[list[int]], end: int, *, group: int = 8, cache: int = 10**6
+        self,
+        layouts: list[list[int]],
+        end: int,
+        *,
+        group: int = 8,
+        cache: int = 10**6,
+        store: MemoryStore | None = None,
+        ahead: int = 10**6,
     ) -> None:
-        self.store = MemoryStore()
+        self.store = store or MemoryStore()
         self.reads: list[str] = []
         self.store.fault = lambda operation, path: self.reads.append(path)
         files: dict[str, DataFile] = {}
@@ -66,7 +74,8 @@ class Tier:
         async def here(work: Callable[[], Any]) -> Any:
             return work()
 
-        self.reader = TierReader(self.store, here, cache)  # type: ignore[arg-type]
+        clock = SystemClock()
+        self.reader = TierReader(self.store, here, clock, cache, ahead)  # type: ignore[arg-type]
 
     async def all(self, start: int, end: int, max_bytes: int) -> list[int]:
         found: list[int] = []
@@ -193,11 +202,86 @@ def test_a_sequential_reader_finds_the_next_group_there() -> None:
     run(test())
 
 
+class FarStore(MemoryStore):
+    """A store in which the requests of one moment are answered together: a round trip each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.round_trips = 0
+        self.at_once = 0  #: the most requests of one round trip
+        self._asked: list[asyncio.Future[None]] = []
+
+    async def get_range(self, path: str, start: int, size: int) -> bytes:
+        answer = asyncio.get_running_loop().create_future()
+        self._asked.append(answer)
+        await answer
+        return await super().get_range(path, start, size)
+
+    async def answer(self) -> None:
+        while True:
+            for _ in range(50):  # until every task waits for the store
+                await asyncio.sleep(0)
+            asked, self._asked = self._asked, []
+            self.round_trips += bool(asked)
+            self.at_once = max(self.at_once, len(asked))
+            for each in asked:
+                each.set_result(None)
+
+
+@pytest.mark.parametrize(("ahead", "most"), [(0, 136), (10**6, 28)])
+def test_a_reader_that_goes_straight_on_waits_for_few_round_trips(ahead: int, most: int) -> None:
+    """tiering/read_ahead: 128 row groups of 8 files, and 8 footers, would be 136 round trips."""
+
+    async def test() -> None:
+        store = FarStore()
+        layouts = [list(range(i, i + 512)) for i in range(0, 4096, 512)]
+        tier = Tier(layouts, 4096, group=32, store=store, ahead=ahead, cache=4 * 10**6)
+        trips = asyncio.ensure_future(store.answer())
+        assert await tier.all(0, 4096, 2_000) == list(range(4096))
+        assert len(tier.reads) == 136  # nothing twice
+        assert store.round_trips <= most
+        assert store.at_once <= 17
+        trips.cancel()
+        await tier.reader.close()
+
+    run(test())
+
+
+def test_a_reader_that_seeks_around_reads_nothing_ahead() -> None:
+    async def test() -> None:
+        tier = Tier([list(range(1024))], 1024, group=16, cache=10**6)
+        for start in (512, 32, 800, 208, 640):
+            await tier.reader.fetch(tier.place, start, 1024, 100)
+            for _ in range(20):
+                await asyncio.sleep(0)
+        assert len(tier.reads) == 6  # the footer, and a row group for each read
+        assert tier.reader.ahead.read_bytes == 0
+        await tier.reader.close()
+
+    run(test())
+
+
+def test_a_load_that_fails_gives_its_memory_back() -> None:
+    async def test() -> None:
+        tier = Tier([list(range(64)), list(range(64, 128))], 128, cache=10**6)
+        at = 0
+        for _ in range(2):
+            at = (await tier.reader.fetch(tier.place, at, 128, 200)).next_offset
+        del tier.store.objects[f"{HOME}/partition=0/f0.parquet"]
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert tier.reader.ahead.loading_bytes == 0
+        await tier.reader.close()
+
+    run(test())
+
+
 def test_the_cache_stays_within_its_bound() -> None:
     async def test() -> None:
         tier = Tier([list(range(i, i + 64)) for i in range(0, 640, 64)], 640, cache=4_000)
         assert await tier.all(0, 640, 500) == list(range(640))
         assert 0 < tier.reader.cached_bytes <= 4_000
+        assert tier.reader.ahead.bytes_max == 2_000
         await tier.reader.close()
 
     run(test())
