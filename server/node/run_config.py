@@ -57,6 +57,8 @@ UNIX_PATH_MAX = 100
 GC_TICK_MS = 1_000
 TIER_NICENESS = 5
 MESSAGE_BYTES_USUAL = int(settings.TOPIC.by_name["max_message_bytes"].default)
+#: The variable that has the pid of the process with which this one is to die.
+SUPERVISOR_PID = "PK_SUPERVISOR_PID"
 _PR_SET_PDEATHSIG = 1
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -357,9 +359,9 @@ def die_with_parent() -> None:
     """On Linux, have the kernel kill this process when the supervisor dies (rule P1)."""
     if sys.platform != "linux":
         return
-    parent = os.environ.get("PK_SUPERVISOR_PID")
+    parent = os.environ.get(SUPERVISOR_PID)
     if parent is None:  # started by hand
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(parent):  # the supervisor died between the spawn and this line
+    if os.getppid() != int(parent):  # the supervisor died between the start and this line
         os._exit(EXIT_FAILED)

@@ -1,8 +1,9 @@
 """The supervisor: starts, restarts and drains the child processes of one node (rule P1).
 
-It holds no data and speaks no protocol.  Children are spawned, never forked, and die with it.
+It holds no data and speaks no protocol.  Its children die with it.
 
-    prepare ──► spawn controller, broker, tier ──► all ready ──► one ready line ──► watch
+    fork server (node/fork_server)
+    prepare ──► start controller, broker, tier ──► all ready ──► one ready line ──► watch
     after the ready line: the runner of maintenance schedules (maintenance_runner)
     a child dies: before the ready line its cause ends the start (a typed error).  Afterwards it is
     started again after 50 ms … 5 s with jitter; a child that lived 10 s begins with the short wait
@@ -34,11 +35,13 @@ from typing import Any
 from pk import errors, tracing
 from pk.backoff import Backoff, equal_jitter
 from pk.clock import SystemClock
+from pk.server.node.fork_server import ForkedProcess, ForkServer, ForkServerLostError
 from pk.server.node.format import prepare
 from pk.server.node.metrics_endpoint import socket_names
 from pk.server.node.run_config import (
     EXIT_FAILED,
     EXIT_OK,
+    SUPERVISOR_PID,
     RunConfig,
     check_descriptor_limit,
     remove_sockets,
@@ -71,7 +74,7 @@ class Child:
 
     role: str
     backoff: Backoff
-    process: asyncio.subprocess.Process | None = None
+    process: asyncio.subprocess.Process | ForkedProcess | None = None
     ready: dict[str, Any] | None = None  #: its ready line
     failure: errors.PkError | None = None  #: the error that its last process reported
     deaths: int = 0
@@ -80,6 +83,11 @@ class Child:
     @property
     def pid(self) -> int | None:
         return self.process.pid if self.process is not None else None
+
+
+def children_of(roles: Sequence[str], tier_url: str) -> tuple[str, ...]:
+    """Return the roles of a node's processes; a broker with a store has a tier beside it."""
+    return (*roles, "tier") if tier_url and "broker" in roles else tuple(roles)
 
 
 class Supervisor:
@@ -92,14 +100,15 @@ class Supervisor:
         log: tracing.Log,
         on_ready: Callable[[dict[str, Any]], None],
         roles: Sequence[str] | None = None,
+        forks: ForkServer | None = None,
     ) -> None:
         self.config = config
+        self._forks = forks  #: None = each process is spawned
         self._log = log
         self._on_ready = on_ready
         self._clock = SystemClock()
         jitter = equal_jitter(random.Random())
-        tier = ("tier",) if config.tier_url and "broker" in config.roles else ()
-        wanted = roles or (*config.roles, *tier)
+        wanted = roles or children_of(config.roles, config.tier_url)
         self.children = {role: Child(role, Backoff(BACKOFF_MS, jitter)) for role in wanted}
         if config.server["maintenance_runner"] and "broker" in self.children:
             self.children[RUNNER] = Child(RUNNER, Backoff(BACKOFF_MS, jitter))
@@ -250,13 +259,7 @@ class Supervisor:
                 continue
 
     async def _run_once(self, child: Child) -> int:
-        process = child.process = await asyncio.create_subprocess_exec(
-            *self._command(child.role),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "PK_SUPERVISOR_PID": str(os.getpid())},
-            start_new_session=True,  # Ctrl-C reaches the supervisor only, which drains in order
-        )
+        process = child.process = await self._start(child.role)
         child.failure = None
         if child.role == RUNNER:  # a client knows no run directory
             write_pid(self.config.run_dir, RUNNER, process.pid)
@@ -271,6 +274,29 @@ class Supervisor:
             child.ready = child.ready if self._served else None
             child.process = None
             (Path(self.config.run_dir) / f"{child.role}.pid").unlink(missing_ok=True)
+
+    async def _start(self, role: str) -> asyncio.subprocess.Process | ForkedProcess:
+        """Fork the process of a role, or spawn it (node/fork_server E2).  Raises `OSError`."""
+        if role != RUNNER and self._forks is not None:
+            try:
+                return await self._forks.fork(role, self.config.run_dir)
+            except ForkServerLostError as lost:
+                if self._stopping.is_set():
+                    raise OSError("the node stops") from lost
+                self._log.warning("fork_server_lost", why=str(lost))
+                self._close_forks()
+        return await asyncio.create_subprocess_exec(
+            *self._command(role),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, SUPERVISOR_PID: str(os.getpid())},
+            start_new_session=True,  # Ctrl-C reaches the supervisor only, which drains in order
+        )
+
+    def _close_forks(self) -> None:
+        if self._forks is not None:
+            self._forks.close()
+            self._forks = None
 
     def _command(self, role: str) -> list[str]:
         if role != RUNNER:
@@ -331,6 +357,8 @@ class Supervisor:
         finally:
             await waits.close()
         late = [role for role, keeper in keepers.items() if not keeper.done()]
+        if late:  # it may be the fork server that they wait for
+            self._close_forks()
         for role in late:
             self._signal(role, signal.SIGKILL)
         await everyone
@@ -347,6 +375,7 @@ class Supervisor:
     async def _kill_all(self) -> None:
         """Kill every child, so that none outlives the supervisor."""
         self._stopping.set()
+        self._close_forks()
         for role in self.children:
             self._signal(role, signal.SIGKILL)
         await self._keepers.wait()
@@ -396,10 +425,28 @@ def serve(
     log = tracing.Log("supervisor", SystemClock().wall_ms)
     check_descriptor_limit()
     _warn_if_open(log, resolved)
+    # before this process has the lock, which its children must not have
+    forks = ForkServer.start(
+        children_of(roles_of(resolved.server), str(resolved.server["tier_url"]))
+    )
+    try:
+        return _serve(dirs, resolved, log, on_ready, forks)
+    finally:
+        if forks is not None:
+            forks.close()
+
+
+def _serve(
+    dirs: Sequence[str],
+    resolved: Resolved,
+    log: tracing.Log,
+    on_ready: Callable[[dict[str, Any]], None],
+    forks: ForkServer | None,
+) -> int:
     config, lock = prepare(dirs or resolved.dirs, resolved)
 
     async def main() -> int:
-        supervisor = Supervisor(config, log=log, on_ready=on_ready)
+        supervisor = Supervisor(config, log=log, on_ready=on_ready, forks=forks)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, supervisor.request_stop)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from pk import Producer, errors
@@ -112,6 +113,17 @@ def pending(pid: int) -> set[int]:
     return {number for number in range(1, 65) if mask >> (number - 1) & 1}
 
 
+def fork_server(server: Server) -> psutil.Process:
+    children = psutil.Process(server.process.pid).children()
+    (found,) = [each for each in children if "forkserver" in each.cmdline()]
+    return found
+
+
+def cpu_s(pid: int) -> float:
+    used = psutil.Process(pid).cpu_times()
+    return float(used.user + used.system)
+
+
 def call(address: str, request: Any) -> wire.Head:
     async def main() -> wire.Head:
         network = PkNetwork()
@@ -153,6 +165,15 @@ def test_a_life(start: Callable[..., Server], tmp_path: Path) -> None:
     for role, pid in ready["pids"].items():
         assert int((run / f"{role}.pid").read_text()) == pid
     assert (run / "config.json").stat().st_mode & 0o077 == 0
+    loader = fork_server(server)  # of the modules, which no child loads again (0028)
+    children = [ready["pids"][role] for role in ("controller", "broker")]
+    assert sum(map(cpu_s, children)) < cpu_s(loader.pid) / 2
+    assert loader.num_threads() == 1
+    for role in ("controller", "broker"):
+        child = psutil.Process(ready["pids"][role])
+        command = [sys.executable, "-m", "pk.server", role, "--run", str(run)]
+        assert child.cmdline()[: len(command)] == command
+        assert child.ppid() == server.process.pid
     create(ready["address"], "flights")
     assert topics(ready["address"]) == {"flights": [1, 1]}
     base = f"http://127.0.0.1:{port}"
@@ -168,7 +189,7 @@ def test_a_life(start: Callable[..., Server], tmp_path: Path) -> None:
     assert (tmp_path / "data" / "clean-shutdown").exists()
     assert "broker_left" in err
     assert "broker_fenced" not in err  # nothing failed
-    assert all(gone(pid) for pid in ready["pids"].values())
+    assert all(gone(pid) for pid in (*ready["pids"].values(), loader.pid))
     identity = tmp_path / "data" / "pk.json"  # a newer build that writes the same format continues
     known = sealed.decode(identity.read_bytes())
     identity.write_bytes(sealed.encode({**known, "build": "0.0.1"}))
@@ -179,10 +200,15 @@ def test_a_life(start: Callable[..., Server], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("role", ["broker", "controller"])
 def test_a_dead_child_is_restarted(start: Callable[..., Server], tmp_path: Path, role: str) -> None:
-    """kill -9 of a child: the log names it, it is restarted, and no acknowledged record is lost."""
+    """kill -9 of a child: the log names it, it is restarted, and no acknowledged record is lost.
+
+    The controller is started without the fork server, which was killed before it.
+    """
     server = start("--dir", str(tmp_path / "data"), "--listen", "127.0.0.1:0")
     ready = server.line()
     create(ready["address"], "kept")
+    if role == "controller":
+        fork_server(server).kill()
     pid_file = tmp_path / "data" / "run" / f"{role}.pid"
     old = ready["pids"][role]
     os.kill(old, signal.SIGKILL)
@@ -192,6 +218,7 @@ def test_a_dead_child_is_restarted(start: Callable[..., Server], tmp_path: Path,
     code, err = server.stop()
     assert code == 0, err
     assert f'child_died role={role} how="killed by SIGKILL"' in err
+    assert ("fork_server_lost" in err) is (role == "controller")
 
 
 def test_children_die_with_the_supervisor(start: Callable[..., Server], tmp_path: Path) -> None:
@@ -199,9 +226,10 @@ def test_children_die_with_the_supervisor(start: Callable[..., Server], tmp_path
     server = start("--dir", str(tmp_path / "data"), "--listen", "127.0.0.1:0")
     ready = server.line()
     create(ready["address"], "kept")
+    loader = fork_server(server).pid
     server.process.kill()
     server.process.wait()
-    for pid in ready["pids"].values():
+    for pid in (*ready["pids"].values(), loader):
         until(lambda pid=pid: gone(pid))
     again = start("--dir", str(tmp_path / "data"), "--listen", "127.0.0.1:0").line()
     assert topics(again["address"]) == {"kept": [1, 1]}

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from pk import tracing
+from pk.server.node.fork_server import ForkServerLostError
 from pk.server.node.supervisor import Supervisor
 
 
@@ -82,6 +83,50 @@ def test_a_child_that_cannot_be_started_now_is_tried_again(
 
     asyncio.run(main())
     assert "did not start" in lines.getvalue()
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_without_a_fork_server_a_child_is_spawned(
+    stops: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """node/fork_server E2.  A child that waits for a fork server while the node stops is none."""
+    config: Any = SimpleNamespace(
+        run_dir=str(tmp_path), roles=("broker",), tier_url="", server={"maintenance_runner": False}
+    )
+    lines, events = StringIO(), list[str]()
+
+    async def main() -> None:
+        class Lost:
+            async def fork(self, role: str, run_dir: str) -> Any:
+                events.append(f"fork {role}")
+                if stops:
+                    supervisor.request_stop()
+                raise ForkServerLostError("it has ended")
+
+            def close(self) -> None:
+                events.append("close")
+
+        forks: Any = Lost()
+        supervisor = Supervisor(
+            config, log=tracing.Log("supervisor", lambda: 0, lines), on_ready=lambda _: None,
+            forks=forks,
+        )  # fmt: skip
+        child = supervisor.children["broker"]
+        child.backoff.bounds_ms = (0, 0)
+
+        async def start(*command: str, **_options: Any) -> Any:
+            events.append(f"spawn {command[3]}")
+            if events.count("spawn broker") == 2:
+                supervisor.request_stop()
+            return FakeProcess()
+
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+        await supervisor._keep(child)
+
+    asyncio.run(main())
+    spawned = ["fork broker", "close", "spawn broker", "spawn broker"]
+    assert events == (["fork broker"] if stops else spawned)
+    assert ("fork_server_lost" in lines.getvalue()) is not stops
 
 
 def test_a_child_that_is_being_started_is_told_to_end(
