@@ -447,9 +447,16 @@ class RestoreRun:
         return f"{waiting} records wait" if waiting else ""
 
     def _behind(self) -> str:
-        """Return where the reader that moves has not reached the table's end."""
-        snapshot = self._snapshot()
-        for number in range(self._partitions):
+        """Return where the reader that moves has not reached the table's end.
+
+        The last cluster may lack partitions that were added after the copy of the metadata and got
+        no rows.
+        """
+        snapshot, active = self._snapshot(), self.stages[-1].cluster.active()
+        if active is None or active.controller is None or active.controller.active is None:
+            return "no controller is active"
+        topic = active.controller.active.machine.image.topics[self._topic_id]
+        for number in topic.partitions:
             at, end = self._readers[0].reached(number), snapshot.partition(number).end
             if at < end:
                 return f"partition {number}: {at} of {end}"

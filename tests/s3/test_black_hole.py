@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from deltalake import DeltaTable
+from deltalake.exceptions import TableNotFoundError
 from slow_proxy import SlowProxy
 from versitygw import S3Server
 
@@ -101,11 +102,13 @@ class Node:
         if not self.uri:
             with AdminClient(self.server.address) as admin:
                 self.uri = admin.describe_tier(TOPIC).uri
-        if not self.uri or not DeltaTable.is_deltatable(self.uri, self.direct):
+            if not self.uri:
+                return {}
+        try:
+            read = DeltaTable(self.uri, storage_options=self.direct)
+        except TableNotFoundError:
             return {}
-        rows = DeltaTable(self.uri, storage_options=self.direct).to_pyarrow_table(
-            columns=["partition", "offset", "value"]
-        )
+        rows = read.to_pyarrow_table(columns=["partition", "offset", "value"])
         found = {}
         names = ("partition", "offset", "value")
         for number, offset, value in zip(*(rows[n].to_pylist() for n in names), strict=True):
