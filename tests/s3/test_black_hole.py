@@ -41,6 +41,9 @@ TOPIC_SETTINGS = {
     "file_delete_delay_ms": 200,
 }
 PADDING = bytes(100)
+#: A tier process that was refused asks again later and later: it may take so long until both an
+#: answer was lost and a request was refused.
+STORM_MAX_S = 40
 
 
 @dataclass(slots=True, frozen=True)
@@ -219,9 +222,13 @@ def storm(node: Node, proxy: SlowProxy, producer: Producer, form: Form) -> dict[
     refused, lost = proxy.refused, proxy.lost
     proxy.storm(refuses=0.4, loses=0.15)
     began_s = monotonic_s()
-    while monotonic_s() - began_s < form.storm_s or proxy.refused == refused or proxy.lost == lost:
+    while (passed_s := monotonic_s() - began_s) < STORM_MAX_S:
+        if passed_s > form.storm_s and proxy.refused > refused and proxy.lost > lost:
+            break
         node.send(producer, form.late // 10)
         node.check_drops()
+        block_s(0.1)
+    assert proxy.refused > refused
     proxy.resume()
     settled_s = node.until(lambda: node.tiered() >= len(node.acknowledged))
     return {

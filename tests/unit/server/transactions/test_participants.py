@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pk import errors, generations, limits
+from pk import errors, limits
 from pk.server.transactions import commands as c
 from pk.server.transactions.participants import records, state
 from pk.server.transactions.participants.state import Job
@@ -125,25 +125,6 @@ def test_the_first_join_opens_the_batch_with_every_partition() -> None:
     before = len(bench.log)
     bench.ask(pair, T0, T1)
     assert len(bench.log) == before
-
-
-def test_a_batch_that_the_lost_cluster_may_have_committed_is_refused() -> None:
-    """T13: the history of batches is lost with the cluster; only batch 0 begins a new query."""
-    bench = JobBench()
-    bench.leader_epoch = generations.EPOCHS
-    words = refused(bench, lambda: bench.join(7), errors.ReplayDiffers)
-    assert "restored from its tier" in words
-    assert "onLostHistory=write" in words
-    pair = bench.join(7, write_unknown=True)
-    bench.join(7)
-    bench.commit(7, pair, sums=WRITTEN)
-    assert bench.marked()
-    bench.committed(8)
-    for more in ({"batch": 0}, {"batch": 7, "batch_write": True}):
-        other = JobBench()
-        other.leader_epoch = generations.EPOCHS
-        other.join(**more)
-    JobBench().join(7)
 
 
 def test_each_task_has_a_producer_id_of_its_own() -> None:
