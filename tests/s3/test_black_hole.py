@@ -33,8 +33,8 @@ pytestmark = [pytest.mark.s3, pytest.mark.integration]
 TOPIC, PARTITIONS, PATIENCE_S = "t", 2, 300
 TOPIC_SETTINGS = {
     "retention_ms": -1,
-    "segment_bytes": 65_536,
-    "local_retention_bytes": 65_536,
+    "segment_bytes": 16_384,
+    "local_retention_bytes": 16_384,
     "tier_max_lag_ms": 200,
     "tier_file_bytes": 131_072,
     "local_drop_delay_ms": 100,
