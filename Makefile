@@ -76,6 +76,10 @@ test-spark: $(VENV)/.jars ## Spark source and sink, Delta tables read by Spark
 test-s3: $(VENV)/.ready s3-server ## the tier on a real S3 server (needs Go, else skipped)
 	$(PYTEST) $(REAL) -m s3
 
+.PHONY: black-hole
+black-hole: $(VENV)/.ready s3-server ## a real S3 server is silent for 30 s under load, then refuses requests and loses answers; figures
+	BLACK_HOLE=long $(PYTEST) tests/s3/test_black_hole.py -m s3 -s
+
 .PHONY: test-chaos
 test-chaos: $(VENV)/.ready ## five rounds of kill -9 under load, and four faults of a cluster
 	$(PYTEST) tests/chaos -m chaos

@@ -48,7 +48,8 @@ class BatchOfRun(NamedTuple):
     """A batch of a query, in one run of it.
 
     job: transactional id of the kind participants.  query, run: as Spark names them.  batch_write:
-    the job is one batch write, and the brokers forget it after a day.
+    the job is one batch write, and the brokers forget it after a day.  write_unknown: write the
+    batch although a restore has lost whether it is committed (rule X9).
     """
 
     job: str
@@ -56,6 +57,7 @@ class BatchOfRun(NamedTuple):
     run: str
     batch: int
     batch_write: bool = False
+    write_unknown: bool = False
 
     def to_wire(self) -> wire.JobBatch:
         """Return the batch as requests name it."""

@@ -152,5 +152,9 @@ class Canary:
         with self.broken():
             return Run(seed, self.options).execute().violation
 
+    def passes(self, seed: int) -> str:
+        """Run a seed with the rule whole; return the violation, '' = none."""
+        return Run(seed, self.options).execute().violation
+
     def caught(self, violation: str) -> bool:
         return violation.split(":")[0] in self.caught_as.split()

@@ -7,6 +7,7 @@ code here depends on the number of machines.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from pk import formats
@@ -14,7 +15,7 @@ from pk.server.broker.clock_trust import Doubt
 from pk.server.broker.node import BrokerNode
 from pk.server.controller.node import ControllerNode
 from pk.server.node.run_config import RunConfig
-from pk.server.node.settings import ROLES, resolve
+from pk.server.node.settings import ROLES, Resolved, resolve
 from pk.server.raft.messages import Voter
 from pk.server.raft.timing import Timing
 from pk.sim.lake import SimLake
@@ -37,13 +38,37 @@ SNAPSHOT_LOADED = "metadata_snapshot_loaded"
 METADATA_RESERVE = 1_000
 
 
-class SimCluster:
-    """The machines, store and configuration of one simulated cluster."""
+def _directory(node: NodePlan) -> str:
+    return f"{node.name}-dir".ljust(36, "-")
 
-    def __init__(self, world: SimWorld, options: SimOptions, **server: Any) -> None:
+
+@dataclass(frozen=True)
+class SimIdentity:
+    """What a cluster is called.  voter_id: the directory id of a first voter."""
+
+    cluster_id: str = CLUSTER_ID
+    voter_id: Callable[[NodePlan], str] = _directory
+
+
+class SimCluster:
+    """The machines, store and configuration of one simulated cluster.
+
+    store: the path to a store that other clusters of the world use as well; None = a store of its
+    own
+    """
+
+    def __init__(
+        self,
+        world: SimWorld,
+        options: SimOptions,
+        store: SimObjects | None = None,
+        identity: SimIdentity | None = None,
+        **server: Any,
+    ) -> None:
         self.world = world
         self.options = options
-        self.store = SimObjects(world)
+        self.identity = identity or SimIdentity()
+        self.store = store or SimObjects(world)
         self.lake = SimLake(world)
         self.problems: list[str] = []
         self.events: dict[str, int] = {}  #: log events of all processes, by name
@@ -82,12 +107,12 @@ class SimCluster:
 
     def _voters(self) -> dict[Voter, str]:
         return {
-            Voter(node.number, _directory(node)): f"{node.name}:{CONTROLLER_PORT}"
+            Voter(node.number, self.identity.voter_id(node)): f"{node.name}:{CONTROLLER_PORT}"
             for node in self.options.with_role(CONTROLLER)
         }
 
-    def run_of(self, plan: NodePlan) -> RunConfig:
-        """Return the configuration that the supervisor of a machine gives to its processes."""
+    def resolved_of(self, plan: NodePlan) -> Resolved:
+        """Return the settings of a machine."""
         voters = [f"{voter.node_id}@{at}" for voter, at in self._voters().items()]
         given = {
             "listen": f"{plan.name}:{BROKER_PORT}",
@@ -95,14 +120,18 @@ class SimCluster:
             "process_roles": ",".join(role for role in plan.roles if role in ROLES),
             "controller_quorum_voters": ",".join(voters),
         }
+        return resolve({}, {}, {**given, **self._server})
+
+    def run_of(self, plan: NodePlan) -> RunConfig:
+        """Return the configuration that the supervisor of a machine gives to its processes."""
         return RunConfig(
             dirs=(f"/sim/{plan.name}/d1",),
             directory_ids=(_directory(plan),),
             run_dir=f"/sim/{plan.name}/run",
-            cluster_id=CLUSTER_ID,
+            cluster_id=self.identity.cluster_id,
             node_id=plan.number,
-            server=resolve({}, {}, {**given, **self._server}).server,
-            metadata_directory_id=_directory(plan),
+            server=self.resolved_of(plan).server,
+            metadata_directory_id=self.identity.voter_id(plan),
             format_level=NEWER_LEVEL if "older_build" in self.options.faults else formats.LEVEL,
         )
 
@@ -223,7 +252,3 @@ class SimCluster:
             if start > partition.log.log_start:
                 return f"log_start {partition.log.log_start} is below the table's start {start}"
         return ""
-
-
-def _directory(plan: NodePlan) -> str:
-    return f"{plan.name}-dir".ljust(36, "-")

@@ -45,9 +45,10 @@ T = TypeVar("T")
 class SimObjects:
     """An object store and the tables in it.  Implements `ObjectStore` and `TableFactory`."""
 
-    def __init__(self, world: SimWorld) -> None:
-        self.memory = MemoryStore()
-        self.tables = MemoryTables(self.memory.url)
+    def __init__(self, world: SimWorld, of: SimObjects | None = None, name: str = "store") -> None:
+        """of: the same store, reached by another path with delays and faults of its own"""
+        self.memory: MemoryStore = MemoryStore() if of is None else of.memory
+        self.tables: MemoryTables = MemoryTables(self.memory.url) if of is None else of.tables
         self.away = False
         self.lost_requests = 0.0  #: chances between 0 and 1
         self.lost_replies = 0.0
@@ -62,7 +63,7 @@ class SimObjects:
         self.deadline_ms = 300.0
         self._world = world
         self._clock = SimClock(world.loop)
-        self._rng = world.random("store")
+        self._rng = world.random(name)
         self._moves = 0
         self.tables.on_vacuum = self._vacuumed
 

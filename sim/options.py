@@ -165,10 +165,13 @@ class NodePlan:
     number: int  #: its node id in the cluster
     roles: tuple[str, ...] = (CONTROLLER, BROKER, TIER)
     skew_ms: int = 0
+    #: Prefix of its name in a world of several clusters (restore_run.py); not in `repr`: a run of
+    #: one cluster keeps its digest.
+    cluster: str = field(default="", repr=False)
 
     @property
     def name(self) -> str:
-        return f"n{self.number}"
+        return f"{self.cluster}n{self.number}"
 
 
 @dataclass(slots=True, frozen=True)

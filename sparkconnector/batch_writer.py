@@ -88,4 +88,5 @@ def _batch_of(sink: SinkOptions) -> BatchOfRun | None:
     run = str(uuid.UUID(bytes=os.urandom(16), version=4))
     if not sink.app:
         return BatchOfRun(job_name(run, sink.topic), run, run, 0, batch_write=True)
-    return BatchOfRun(job_name(sink.app, sink.topic), sink.app, run, sink.version)
+    job, unknown = job_name(sink.app, sink.topic), sink.write_unknown
+    return BatchOfRun(job, sink.app, run, sink.version, write_unknown=unknown)

@@ -30,7 +30,14 @@ SOURCE_NAMES = (
     "holdRetention", "packPartitions", "openCostBytes", "versionAsOf", "timestampAsOf", "pinned",
     "columnar",
 )  # fmt: skip
-SINK_NAMES = ("topic", "truncateTopic", "txnAppId", "txnVersion", "onReplayMismatch")
+SINK_NAMES = (
+    "topic",
+    "truncateTopic",
+    "txnAppId",
+    "txnVersion",
+    "onReplayMismatch",
+    "onLostHistory",
+)
 BOTH_NAMES = ("includeHeaders", "connectTimeoutMs")
 CLIENT_NAMES = ("bootstrap.servers", "isolation.level", "delivery")
 

@@ -39,6 +39,7 @@ class SinkOptions:
     app: str = ""  #: txnAppId; "" = none
     version: int = 0  #: txnVersion
     accept_mismatch: bool = False  #: onReplayMismatch=accept
+    write_unknown: bool = False  #: onLostHistory=write
 
 
 def sink(given: Mapping[str, str]) -> SinkOptions:
@@ -81,6 +82,7 @@ def sink(given: Mapping[str, str]) -> SinkOptions:
         app,
         version,
         names.choice("onReplayMismatch", "fail", ("fail", "accept")) == "accept",
+        names.choice("onLostHistory", "fail", ("fail", "write")) == "write",
     )
 
 
@@ -88,7 +90,7 @@ def _transaction(names: OptionNames, exactly_once: bool) -> tuple[str, int]:
     """Return txnAppId and txnVersion, or ("", 0)."""
     app, text = names.values.get("txnAppId"), names.values.get("txnVersion")
     if not exactly_once:
-        for name in ("txnAppId", "txnVersion", "onReplayMismatch"):
+        for name in ("txnAppId", "txnVersion", "onReplayMismatch", "onLostHistory"):
             if name in names.values:
                 raise errors.InvalidOption(
                     f"{name} needs pk.delivery={EXACTLY_ONCE}, which is the default", option=name

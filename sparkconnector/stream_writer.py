@@ -62,4 +62,5 @@ def batch_of_task(sink: SinkOptions) -> BatchOfRun:
             "writes: use pk.delivery=at_least_once, or foreachBatch with txnAppId and txnVersion"
         )
     query, run, batch = (str(found[name]) for name in (QUERY, RUN, BATCH))
-    return BatchOfRun(job_name(query, sink.topic), query, run, int(batch))
+    job, unknown = job_name(query, sink.topic), sink.write_unknown
+    return BatchOfRun(job, query, run, int(batch), write_unknown=unknown)

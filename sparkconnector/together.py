@@ -71,7 +71,12 @@ def commit_together(
             "delta.setTransactionRetentionDuration, or pk cannot tell whether it has a batch"
         )
     run = str(uuid.UUID(bytes=os.urandom(16), version=4))
-    batch = BatchOfRun(job_name(app_id, _TOGETHER), f"table {state.table_id}", run, batch_id)
+    job, query, unknown = (
+        job_name(app_id, _TOGETHER),
+        f"table {state.table_id}",
+        settings.write_unknown,
+    )
+    batch = BatchOfRun(job, query, run, batch_id, write_unknown=unknown)
     decides = DecidingTable(url, state.table_id, app_id, batch_id)
     with TableBatchCommitter(settings.bootstrap, batch, **settings.client) as driver:
         work = _Driver(driver, settings, batch, batch_df, topics, table, storage_options)

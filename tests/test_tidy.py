@@ -162,6 +162,7 @@ SHELLS = {
     "pk.server.node.run_config",
     "pk.server.node.running", "pk.server.node.supervisor",
     "pk.sim.__main__", "pk.sim.campaign_key", "pk.sim.canaries", "pk.sim.long",
+    "pk.sim.restore_run",
     "pk.sparkconnector", "pyspark_pk",
 }  # fmt: skip
 

@@ -71,8 +71,10 @@ from pk.tiering.table import (
     Snapshot,
     Table,
     TableProtocol,
+    first_epoch,
 )
 from pk.tiering.tombstones import RemovalDates, Tombstones
+from pk.types import NONE
 
 T = TypeVar("T")
 
@@ -313,6 +315,7 @@ class DeltaLogTable:
             known.files,
             {**known.counters, **more},
             known.protocol,
+            known.restored,
         )
         return self._snapshot
 
@@ -331,6 +334,7 @@ class DeltaLogTable:
             {**snapshot.files, **found},
             snapshot.counters,
             snapshot.protocol,
+            snapshot.restored,
         )
 
     async def _commit_of(self, version: int) -> bytes | None:
@@ -387,12 +391,14 @@ class DeltaLogTable:
             return Snapshot(handle.version(), str(metadata.id), {}, {}, protocol)
         check_columns(self._uri, handle)
         check_properties(self._uri, handle, self._topic_id)
+        claim = handle.transaction_version(layout.app_id(self._topic_id, 0, "claim"))
         return Snapshot(
             handle.version(),
             str(metadata.id),
             files_of(pa.table(handle.get_add_actions(flatten=True))),
             counters_of(self._uri, handle, self._topic_id, partitions),
             protocol,
+            first_epoch(NONE if claim is None else claim),
         )
 
     async def create(self) -> Snapshot:

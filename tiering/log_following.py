@@ -21,8 +21,8 @@ from pk.tiering import layout, log_check
 from pk.tiering.data_files import NewFile
 from pk.tiering.delta_stats import added_file
 from pk.tiering.layout import PartitionCounters
-from pk.tiering.table import Commit, Snapshot
-from pk.types import TopicId
+from pk.tiering.table import Commit, Snapshot, first_epoch
+from pk.types import NONE, Epoch, TopicId
 
 _KNOWN = frozenset(("commitInfo", "add", "remove", "txn"))
 
@@ -40,10 +40,11 @@ def followed(uri: str, topic_id: TopicId, read: Snapshot, data: bytes) -> Snapsh
     actions = [json.loads(line) for line in data.split(b"\n") if line.strip()]
     try:
         adds, removes = _files_of(read, actions)
-        counters, checks = _counters_of(uri, topic_id, read, actions)
+        counters, checks, claim = _counters_of(uri, topic_id, read, actions)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
     later = read.after(Commit(read, tuple(adds), tuple(removes), counters), version)
+    later.restored = max(later.restored, first_epoch(claim))
     if later.sums != facts.files:
         return None
     log_check.check_names(uri, version, [new.file for new in adds])
@@ -79,10 +80,12 @@ def _files_of(
 
 def _counters_of(
     uri: str, topic_id: TopicId, read: Snapshot, actions: list[Mapping[str, Any]]
-) -> tuple[dict[int, PartitionCounters], dict[int, int]]:
-    """Returns the changed counters of the partitions of `read`, and their stated checksums."""
+) -> tuple[dict[int, PartitionCounters], dict[int, int], Epoch]:
+    """Returns the changed counters of the partitions of `read`, their stated checksums, and the
+    highest claim of any partition."""
     changed: dict[int, PartitionCounters] = {}
     checks: dict[int, int] = {}
+    claim = NONE
     for action in actions:
         if "txn" not in action:
             continue
@@ -97,7 +100,9 @@ def _counters_of(
             checks[partition] = value
         elif name not in layout.COUNTERS:
             raise ValueError(name)
-        elif partition in read.counters:
+        if name == "claim":
+            claim = max(claim, value)
+        if partition in read.counters and name in layout.COUNTERS:
             before = changed.get(partition, read.partition(partition))
             changed[partition] = before._replace(**{name: value})
-    return changed, checks
+    return changed, checks, claim

@@ -7,6 +7,7 @@ Decision table for a hand-over of partition p (rules T3–T5); the first row tha
 
     its files are in the snapshot                done  (a commit of unknown outcome had landed)
     table claim > the maker's leader epoch       refuse FencedLeaderEpoch
+    a later restore claimed another partition    refuse FencedLeaderEpoch
     a file to be removed is not there any more   refuse UnknownTierRange  (plan again)
     table end != its start                       refuse UnknownTierRange  (go on from there)
     its numbers contradict each other            refuse InvalidRequest
@@ -21,6 +22,10 @@ may be constant.  After any other version, jobs that take rows away come before 
 
 A log start (rule T9) counts unless the table's claim is above the epoch of the leader that reported
 it.
+
+A restore claims every partition that it knows (rule T13).  Its generation is above all leader
+epochs of earlier clusters, also in partitions that are younger than the restore.  The first claim
+of such a partition in the restored cluster begins it at the first offset of the generation.
 """
 
 from __future__ import annotations
@@ -114,6 +119,10 @@ class _Draft:
     def partition(self, partition: int) -> PartitionCounters:
         return self.counters.get(partition) or self.snapshot.partition(partition)
 
+    def claim(self, partition: int) -> Epoch:
+        """Returns the lowest leader epoch that may append to the partition; NONE = any."""
+        return max(self.partition(partition).claim, self.snapshot.restored)
+
     def has(self, path: str) -> bool:
         return path in self.snapshot.files and path not in self.removes
 
@@ -192,7 +201,7 @@ def _appends(item: Submission | Claim) -> bool:
 def start_is_due(snapshot: Snapshot, partition: int, start: LogStart) -> bool:
     """Returns whether `start` needs a commit: `:start` must move, or files lie wholly below it."""
     counters = snapshot.partition(partition)
-    if counters.claim > start.leader_epoch:
+    if max(counters.claim, snapshot.restored) > start.leader_epoch:
         return False  # rule T4: reported by a deposed leader
     if start.target > counters.start:
         return True
@@ -211,7 +220,7 @@ def _move_start(draft: _Draft, partition: int, start: LogStart, removing: bool) 
     `:start` stays if the rows of a file that it would pass are not summed yet (rule T2).
     """
     counters = draft.partition(partition)
-    if counters.claim > start.leader_epoch:
+    if draft.claim(partition) > start.leader_epoch:
         return  # rule T4: the present leader's log may end below it
     files = draft.snapshot.files_of(partition)
     unsummed = accounting.unsummed(files, counters, max(start.target, counters.start), draft.sums)
@@ -242,11 +251,24 @@ def _take_claim(draft: _Draft, claim: Claim, result: Plan) -> None:
     counters = draft.partition(claim.partition)
     if not claim.commit or counters.claim == claim.epoch:
         result.done.append(claim)
-    elif counters.claim > claim.epoch:
-        result.refused.append((claim, _fenced(claim.partition, counters.claim, claim.epoch)))
+    elif (lowest := draft.claim(claim.partition)) > claim.epoch:
+        result.refused.append((claim, _fenced(claim.partition, lowest, claim.epoch)))
     else:
-        draft.counters[claim.partition] = counters._replace(claim=claim.epoch)
+        draft.counters[claim.partition] = begun(counters, claim.epoch)
         result.taken.append(claim)
+
+
+def begun(before: PartitionCounters, claim: Epoch) -> PartitionCounters:
+    """Returns the counters of a partition after a claim of its leader.
+
+    A partition that the restored cluster created begins with the block of its generation: an
+    earlier cluster that lives may have created the same partition, and given offsets from 0 on.
+    """
+    generation = generations.generation_of_epoch(claim)
+    if generation > generations.generation_of_epoch(before.claim):
+        first = generation * generations.OFFSETS
+        before = before._replace(start=max(before.start, first), end=max(before.end, first))
+    return before._replace(claim=claim)
 
 
 def _take(draft: _Draft, item: Submission, result: Plan) -> None:
@@ -294,9 +316,9 @@ def _settle(draft: _Draft, item: Submission, result: Plan) -> None:
     """Counts the missing rows of the partitions as removed (rule T17)."""
     counters: dict[int, PartitionCounters] = {}
     for counter in item.change.counters:
-        before = draft.partition(counter.partition)
-        if before.claim > counter.claim:
-            error = _fenced(counter.partition, before.claim, counter.claim)
+        before, claim = draft.partition(counter.partition), draft.claim(counter.partition)
+        if claim > counter.claim:
+            error = _fenced(counter.partition, claim, counter.claim)
             result.refused.append((item, error))
             return
         missing = draft.snapshot.rows_missing(counter.partition)
@@ -343,9 +365,9 @@ def _checked(draft: _Draft, change: wire.CommitToTableRequest) -> dict[int, Part
             )
     after: dict[int, PartitionCounters] = {}
     for counter in change.counters:
-        before = draft.partition(counter.partition)
-        if before.claim > counter.claim:
-            raise _fenced(counter.partition, before.claim, counter.claim)
+        before, claim = draft.partition(counter.partition), draft.claim(counter.partition)
+        if claim > counter.claim:
+            raise _fenced(counter.partition, claim, counter.claim)
         if counter.end > counter.start and before.end != counter.start:
             raise errors.UnknownTierRange(
                 f"partition {counter.partition} of the table ends at {before.end}, "

@@ -45,8 +45,7 @@ async def load(table: Table, known: int) -> Snapshot | None:
 
 def generation_of(snapshot: Snapshot) -> int:
     """Return the highest generation that has claimed the table."""
-    claims = (each.claim for each in snapshot.counters.values())
-    return max(map(generations.generation_of_epoch, claims), default=0)
+    return generations.generation_of_epoch(snapshot.restored)
 
 
 async def claim(table: Table, known: int, generation: int) -> Snapshot:

@@ -19,13 +19,13 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from pk import errors
+from pk import errors, generations
 from pk.tiering import accounting, layout, log_check
 from pk.tiering.accounting import RowsMissing
 from pk.tiering.data_files import DataFile, NewFile
 from pk.tiering.layout import PartitionCounters
 from pk.tiering.log_check import FileSums
-from pk.types import Offset
+from pk.types import NONE, Epoch, Offset
 
 #: Called before files are deleted; False = delete none.
 MayDelete = Callable[[], Awaitable[bool]]
@@ -60,8 +60,18 @@ class TableProtocol:
             )
 
 
+def first_epoch(claim: Epoch) -> Epoch:
+    """Returns the first epoch of the restored cluster that made a claim; NONE = it was none."""
+    return generations.generation_of_epoch(claim) * generations.EPOCHS or NONE
+
+
 class Snapshot:
-    """One version of a table (D3)."""
+    """One version of a table (D3).
+
+    restored: the first epoch of the cluster that was restored last; NONE = none was (rule T13).  An
+    earlier cluster may not append to any partition, also not to one that is younger than the
+    restore and has no claim.  A restore claims all partitions at once, so this is known from any.
+    """
 
     __slots__ = (
         "_by_partition",
@@ -70,6 +80,7 @@ class Snapshot:
         "counters",
         "files",
         "protocol",
+        "restored",
         "table_id",
         "version",
     )
@@ -81,6 +92,7 @@ class Snapshot:
         files: Mapping[str, DataFile],
         counters: Mapping[int, PartitionCounters],
         protocol: TableProtocol | None = None,
+        restored: Epoch = NONE,
     ) -> None:
         self.version = version
         self.table_id = table_id
@@ -90,6 +102,8 @@ class Snapshot:
         self._by_partition: dict[int, list[DataFile]] | None = None
         self._sums: FileSums | None = None
         self._missing: dict[int, RowsMissing | None] = {}
+        claims = (each.claim for each in counters.values())
+        self.restored: Epoch = max(restored, first_epoch(max(claims, default=NONE)))
 
     def rows_missing(self, partition: int) -> RowsMissing | None:
         """Returns the missing rows of `partition` in this version (rule T17); None = no row is
@@ -143,7 +157,7 @@ class Snapshot:
         for new in commit.adds:
             files[new.file.path] = new.file
         counters = {**self.counters, **commit.counters}
-        later = Snapshot(version, self.table_id, files, counters, self.protocol)
+        later = Snapshot(version, self.table_id, files, counters, self.protocol, self.restored)
         later._sums = self.sums_after(commit)
         # Only other engines remove rows without counting them.
         later._missing = {p: None for p, known in self._missing.items() if known is None}
@@ -376,7 +390,14 @@ class MemoryTable:
             newest = state.altered(said)
             check_known(self._uri, newest, said)
         counters = {partition: newest.partition(partition) for partition in partitions}
-        return Snapshot(newest.version, newest.table_id, newest.files, counters, newest.protocol)
+        return Snapshot(
+            newest.version,
+            newest.table_id,
+            newest.files,
+            counters,
+            newest.protocol,
+            newest.restored,
+        )
 
     async def create(self) -> Snapshot:
         self._tables.before_load(self._uri)

@@ -6,6 +6,7 @@ broker/metadata_publisher M5 (the claim of the tier's table).
 
 from __future__ import annotations
 
+from pk import generations
 from pk.log.manager import LogManager
 from pk.server.broker.due_work import DueWork
 from pk.server.metadata.cache import MetadataCache
@@ -65,7 +66,7 @@ class ReplicaRoles:
         if not partition.online and not recovering:
             return  # OFFLINE: an election mends neither damage nor a failed disk (rules L2, L9)
         self._fetchers.leave(partition)
-        if recovering or (fresh and state.unclean and partition.tiered):
+        if recovering or (fresh and state.unclean and self._begins_at_table(partition, state)):
             # broker/metadata_publisher M5: `take_office` follows when the table is claimed
             if self._epoch_fence.epoch(partition.key) != state.leader_epoch:
                 self._epoch_fence.begin(partition, state, self.take_office)
@@ -77,6 +78,18 @@ class ReplicaRoles:
         # causes no further reaction.
         if partition.online and self._metadata.image.partition(partition.key) == state:
             self.take_office(partition, state)
+
+    def _begins_at_table(self, partition: Partition, state: PartitionState) -> bool:
+        """Whether the log of a leader that was elected uncleanly is compared with the table first.
+
+        A log of a restored topic that has no offset of its generation is compared also if the topic
+        is not tiered: its offsets from 0 on were given by another cluster (rule T13).
+        """
+        if partition.tiered:
+            return True
+        generation = generations.generation_of_epoch(state.leader_epoch)
+        internal = self._metadata.image.topics[partition.key.topic_id].internal
+        return not internal and partition.log.written_end < generation * generations.OFFSETS
 
     def _follow_or_not(self, partition: Partition, state: PartitionState) -> None:
         """Fetch from the leader that `state` names, or stop fetching if there is none."""

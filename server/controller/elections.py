@@ -39,6 +39,11 @@ for the leader's high watermark (rule R1).
   | required or more | forgotten             | forgotten             | both empty                  |
   | smaller          | to the ELR            | to last-known         | kept until it has grown     |
 
+A leader epoch is never counted out of its block (rule T13): the next block belongs to a restored
+cluster.  The last epoch of a block has no leader, so that the loss of a leader needs no epoch
+beyond it.  A partition that has used up its block keeps its leader, and elects none once the
+leader is gone.
+
 The high watermark does not move while the ISR is smaller (rule R1), so every member of the ELR
 holds all records below it.  Once the ISR is large enough, the high watermark moves without these
 members. So the record that enlarges the ISR also empties the ELR.
@@ -49,6 +54,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
+from pk import errors, generations
 from pk.server.controller.reports import EpochAndEnd, Report, Reports
 from pk.server.metadata.image import MetadataImage, PartitionState
 from pk.types import NONE, NodeId, PartitionKey
@@ -140,6 +146,19 @@ class PartitionChangeBuilder:
         self.at_risk: Mapping[NodeId, EpochAndEnd | None] = {}
         self._min_isr = max(1, min_insync_replicas)
 
+    @property
+    def used_up(self) -> bool:
+        """Whether no leader epoch of the block is left for a leader."""
+        return generations.leaves_block(self.before.leader_epoch, 3, generations.EPOCHS)
+
+    def require_epochs(self, name: str) -> None:
+        """Raise `UnsupportedFeature` if the partition has used up its leader epochs."""
+        if self.used_up:
+            raise errors.UnsupportedFeature(
+                f"{name} has used up its leader epochs (T13): it keeps the leader that it has, and "
+                "no other replica can lead it. Copy its records to another topic"
+            )
+
     # -- members come and leave -----------------------------------------------------------------
 
     def fence(self, broker_id: NodeId) -> None:
@@ -206,7 +225,7 @@ class PartitionChangeBuilder:
         topic or asked for by an operator.
         """
         now = self.now
-        if now.leader != NONE:
+        if now.leader != NONE or self.used_up:
             return False
         for members in (now.isr, now.elr):
             able = [m for m in now.replicas if m in members and cluster.eligible(m, self.key)]
@@ -285,13 +304,15 @@ class PartitionChangeBuilder:
             return False
         if not cluster.eligible(first, self.key) or not cluster.fit(first, self.key):
             return False
+        if self.used_up:
+            return False
         self._lead(first)
         return True
 
     def hand_over(self, cluster: LeaderEligibility) -> bool:
         """Move the lead from a leader that gives it up to a replica that may take it (rule L16)."""
         report = cluster.report(self.now.leader)
-        if report is None or not report.gives_up(self.key):
+        if report is None or not report.gives_up(self.key) or self.used_up:
             return False
         taker = cluster.taker(self.now, self.key)
         if taker == NONE:
@@ -384,7 +405,7 @@ class PartitionChangeBuilder:
         be in sync.  `force` waives both conditions, on request of an operator.
         """
         now = self.now
-        if not now.adding and not now.removing:
+        if self.used_up or (not now.adding and not now.removing):
             return False
         target = now.target
         isr = [member for member in now.isr if member in target]

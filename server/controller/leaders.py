@@ -88,7 +88,7 @@ def _elect(batch: BatchedDecision, key: PartitionKey, name: str, *, unclean: boo
     if unclean:
         if state.leader != NONE:
             raise errors.ElectionNotNeeded(f"{name}: broker {state.leader} leads")
-        builder = batch.visit_key(key, may_lose=True)
+        builder = batch.visit_key(key, lambda each: each.require_epochs(name), may_lose=True)
         if builder is None or builder.now.leader == NONE:
             there = [str(each) for each in state.candidates if cluster.eligible(each, key)]
             raise errors.EligibleLeadersNotAvailable(
@@ -101,6 +101,7 @@ def _elect(batch: BatchedDecision, key: PartitionKey, name: str, *, unclean: boo
         raise errors.ElectionNotNeeded(f"{name}: its preferred leader {first} leads")
 
     def prefer_or_elect(builder: PartitionChangeBuilder) -> None:
+        builder.require_epochs(name)
         if builder.now.leader == NONE:
             builder.elect(cluster)
         builder.prefer(cluster)

@@ -141,8 +141,10 @@ def begin(
 ) -> None:
     """Begin the move to `target`.  The original replicas as target cancel, in the order given.
 
-    Raises `InvalidReplicaAssignment`, `NotEnoughReplicas`; then `builder` is unchanged.
+    Raises `InvalidReplicaAssignment`, `NotEnoughReplicas`, `UnsupportedFeature`; then `builder` is
+    unchanged.
     """
+    builder.require_epochs(name)
     original = builder.now.original
     adding = tuple(member for member in target if member not in original)
     removing = tuple(member for member in original if member not in target)

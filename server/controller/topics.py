@@ -33,7 +33,7 @@ from pk.server.metadata.image import (
 )
 from pk.server.node.settings import check_topic_settings
 from pk.topic_names import is_internal, what_is_wrong
-from pk.types import NodeId, TopicId
+from pk.types import Epoch, NodeId, TopicId
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 
@@ -206,6 +206,9 @@ def _new_partition(
     image: MetadataImage, topic_id: TopicId, number: int, replicas: tuple[NodeId, ...]
 ) -> wire.PartitionRecord:
     """Return the record of a new partition.  All available replicas are in sync: it is empty."""
+    first = _first_epoch(image, topic_id)
+    if first:
+        return _begun_by_claim(image, topic_id, number, replicas, first)
     return wire.PartitionRecord(
         topic_id=topic_id,
         partition=number,
@@ -215,6 +218,39 @@ def _new_partition(
         leader=next(member for member in replicas if image.available(member)),
         leader_epoch=0,
         partition_epoch=0,
+    )
+
+
+def _first_epoch(image: MetadataImage, topic_id: TopicId) -> Epoch:
+    """Return the first leader epoch of a new partition: that of the topic's block (rule T13)."""
+    topic = image.topics.get(topic_id)
+    first = topic.partitions[0].leader_epoch if topic is not None else 0
+    return generations.generation_of_epoch(first) * generations.EPOCHS
+
+
+def _begun_by_claim(
+    image: MetadataImage,
+    topic_id: TopicId,
+    number: int,
+    replicas: tuple[NodeId, ...],
+    epoch: Epoch,
+) -> wire.PartitionRecord:
+    """Return the record of a new partition of a topic that was restored.
+
+    The cluster that was lost may live, and may have created the same partition.  So the leader
+    begins as after an unclean election: it claims the table and begins its log where the claim says
+    (rule T4).
+    """
+    return wire.PartitionRecord(
+        topic_id=topic_id,
+        partition=number,
+        replicas=replicas,
+        directories=[image.only_directory(member) for member in replicas],
+        isr=replicas[:1],
+        leader=replicas[0],
+        leader_epoch=epoch,
+        unclean=True,
+        unclean_epoch=epoch,
     )
 
 

@@ -133,8 +133,24 @@ class Restore:
         `InvalidConfig`, `DamagedTierFile`, `NewerFormat`, `TierTableChanged`, and the refusals of
         the store.
         """
-        wishes, server = self._wishes, self._resolved.server
         require_new(self._dirs)
+        report, seed = await self.begin()
+        if seed is None:
+            return report
+        self._say(f"formatting {', '.join(self._dirs)}")
+        report.formatted = format_node(
+            self._dirs,
+            self._resolved,
+            cluster_id=report.cluster_id,
+            initial_controllers=is_clustered(self._resolved.server),
+            ignore_formatted=False,
+            seed=seed,
+        )
+        return report
+
+    async def begin(self) -> tuple[RestoreReport, Seed | None]:
+        """Do all but the format; return the first metadata of this node, None = a dry run."""
+        wishes, server = self._wishes, self._resolved.server
         found = await self._look()
         begun = await restore_records.restores_in(self._store)
         mine = [each for each in begun if each.source == found.source]
@@ -154,23 +170,13 @@ class Restore:
         report = self._report(found, record)
         report.alive = await self._alive(found)
         if wishes.dry_run:
-            return report
+            return report, None
         self._check(found, mine, report, generation)
         await self._probe()
         if not wishes.join and not await restore_records.put_record(self._store, record):
             raise _under_way(f"generation {generation} was begun at the same time")
-        seed = await self._seed(found, record)
-        self._say(f"formatting {', '.join(self._dirs)}")
-        made = check(seed)
-        report.formatted = format_node(
-            self._dirs,
-            self._resolved,
-            cluster_id=record.cluster_id,
-            initial_controllers=is_clustered(self._resolved.server),
-            ignore_formatted=False,
-            seed=Seed(file_name(made.id) + LOAD, seed, self._alone_id(record)),
-        )
-        return report
+        raw = await self._seed(found, record)
+        return report, Seed(file_name(check(raw).id) + LOAD, raw, self._alone_id(record))
 
     # -- the look ----------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ from pk.server.metadata.image import (
 )
 from pk.server.metadata.records import record_of
 from pk.server.raft.snapshot_id import SnapshotId
-from pk.types import NONE, NodeId, TopicId
+from pk.types import NONE, Epoch, NodeId, TopicId
 from pk.wire import pk_pb2 as wire
 
 
@@ -49,6 +49,11 @@ class RestorePlan:
     voters: tuple[VoterState, ...]
     #: Number of partitions by id, of each topic that has a table.
     tables: Mapping[TopicId, int]
+
+    @property
+    def first_epoch(self) -> Epoch:
+        """The first leader epoch of the block."""
+        return self.generation * generations.EPOCHS
 
 
 def seed_of(image: MetadataImage, plan: RestorePlan) -> bytes:
@@ -99,7 +104,7 @@ def _transaction_state(plan: RestorePlan) -> list[Message]:
     bodies: list[Message] = [wire.TopicRecord(name=name, topic_id=topic_id)]
     for number in range(wanted.partitions):
         replicas = replicas_of((NONE,) * REPLICATION_FACTOR, plan.brokers, number)
-        bodies.append(_partition(topic_id, number, replicas, plan))
+        bodies.append(_partition(topic_id, number, replicas, plan.first_epoch))
     for option, value in wanted.settings.items():
         bodies.append(
             wire.ConfigRecord(
@@ -110,7 +115,7 @@ def _transaction_state(plan: RestorePlan) -> list[Message]:
 
 
 def _partition(
-    topic_id: TopicId, number: int, replicas: tuple[NodeId, ...], plan: RestorePlan
+    topic_id: TopicId, number: int, replicas: tuple[NodeId, ...], epoch: Epoch
 ) -> wire.PartitionRecord:
     return wire.PartitionRecord(
         topic_id=topic_id,
@@ -118,7 +123,7 @@ def _partition(
         replicas=replicas,
         last_known=replicas[:1],
         leader=NONE,
-        leader_epoch=plan.generation * generations.EPOCHS,
+        leader_epoch=epoch,
     )
 
 
@@ -132,7 +137,7 @@ def _topic_bodies(topic: TopicState, plan: RestorePlan, names: dict[str, str]) -
         state = topic.partitions.get(number)
         before = widest if state is None else state.target
         replicas = replicas_of(before, plan.brokers, number)
-        bodies.append(_partition(topic_id, number, replicas, plan))
+        bodies.append(_partition(topic_id, number, replicas, plan.first_epoch if kept else 0))
     return bodies
 
 

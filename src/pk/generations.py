@@ -10,8 +10,9 @@ the earlier one lives on where the restore cannot see it.
 Invariants
   B1  A log appends no batch that would pass the end of a block.
   B2  The controller allocates no producer ids beyond the end of a block.
-  B3  Leader epochs of a partition are counted from the beginning of a block; a million elections
-      of one partition would leave it.  Producer ids of transactions contain the leader epoch of
+  B3  Leader epochs of a partition are counted from the beginning of a block.  The controller elects
+      no leader with the last epoch of a block (server/controller/elections), so a million elections
+      of one partition do not leave it.  Producer ids of transactions contain the leader epoch of
       their partition of `__transaction_state` (pk.transactional_ids), so a restore begins this
       topic in the block, too.
 """

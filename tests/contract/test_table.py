@@ -17,6 +17,7 @@ import pytest
 
 from pk import errors, settings
 from pk.clock import SystemClock
+from pk.generations import EPOCHS
 from pk.tiering import layout
 from pk.tiering.data_files import DataFile, NewFile
 from pk.tiering.delta import DeltaTables
@@ -440,15 +441,18 @@ def test_only_what_was_asked_for_is_counted(run: Run) -> None:
     run(test)
 
 
-def test_counters_of_partitions_asked_for_later_are_loaded(run: Run) -> None:
+def test_counters_and_claims_that_were_not_asked_for_at_first_are_loaded(run: Run) -> None:
     async def test(kit: Kit) -> None:
         table, snapshot = await created(kit)
-        await table.commit(append(snapshot, 5, 100))
-        other = kit.table()
-        await other.load([0])
-        seen = await other.load([0, 5])
-        assert seen is not None
-        assert seen.partition(5).end == 100
+        newest = await table.commit(append(snapshot, 5, 100))
+        other, younger = kit.table(), kit.table()
+        await asyncio.gather(other.load([0]), younger.load([7]))
+        await table.commit(Commit(newest, counters={0: PartitionCounters(claim=EPOCHS)}))
+        for handle, asked in ((other, [0, 5]), (younger, [7]), (kit.table(), [7])):
+            seen = await handle.load(asked)
+            assert seen is not None
+            facts = (set(seen.counters), seen.restored, seen.partition(5).end)
+            assert facts == (set(asked), EPOCHS, 100 * (5 in asked))
 
     run(test)
 

@@ -187,6 +187,20 @@ def test_a_cluster_that_lost_all_disks_is_restored_from_its_tier(tmp_path: Path)
     close(cluster)
 
 
+def turn_off(address: str, tier: Path) -> None:
+    """Turn the tier of the topic "off" off once it has a table, and wait for a copy of that."""
+
+    def has_rows() -> bool:
+        with AdminClient(address) as admin:
+            return admin.describe_tier("off").partitions[0].end == 1
+
+    until(has_rows, "the topic has a table")
+    before = set(tier.glob("_cluster/c/0/metadata/*"))
+    with AdminClient(address) as admin:
+        admin.alter_configs("off", {"tier_enable": "false"})
+    until(lambda: set(tier.glob("_cluster/c/0/metadata/*")) - before, "the metadata are copied")
+
+
 def test_a_cluster_that_lives_is_fenced_and_says_so(tmp_path: Path) -> None:
     tier = tmp_path / "tier"
     tier.mkdir()
@@ -196,9 +210,12 @@ def test_a_cluster_that_lives_is_fenced_and_says_so(tmp_path: Path) -> None:
     with old:
         with AdminClient(old.address) as admin:
             admin.create_topic("t", partitions=PARTITIONS)
+            admin.create_topic("off", partitions=1)
         fill(old.address)
+        with Producer(old.address) as producer:
+            producer.send("off", value=b"tiered").result(30)
         until(lambda: is_tiered(old.address), "every record is in the table")
-        until(lambda: any(tier.glob("_cluster/c/0/metadata/*")), "the metadata are copied")
+        turn_off(old.address, tier)
         new.write_config()
         before = files(tier)
         with pytest.raises(errors.ClusterAlive, match=old.address):
@@ -218,6 +235,7 @@ def test_a_cluster_that_lives_is_fenced_and_says_so(tmp_path: Path) -> None:
         with new:
             with Producer(new.address) as producer:
                 assert producer.send("t", value=b"new", partition=0).result(60).offset == FIRST
+                assert producer.send("off", value=b"new").result(60).offset == FIRST
             until(refused, "its table refuses it")
             old.kill()
             rows, lost = read(new.address, [FIRST + 1, RECORDS // PARTITIONS])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pk import errors, limits
+from pk import errors, generations, limits, transactional_ids
 from pk.effects import Decision, Publish
 from pk.server.metadata.image import MetadataImage
 from pk.server.transactions import commands
@@ -37,6 +37,8 @@ def join(ids: TransactionalIds, command: commands.JoinTransaction, now_ms: int) 
             sums=records.sums_to_wire(found.sums),
         )
         return Decision(changed(before, found.known), reply)
+    if before is None:
+        _require_history(request.batch, command.fresh_id)
     if found.awaiting:
         raise errors.InvalidTxnState(f"no task joins any more: {awaits_table(found.known)}")
     added = _partitions_of_topics(request, command.image)
@@ -46,6 +48,24 @@ def join(ids: TransactionalIds, command: commands.JoinTransaction, now_ms: int) 
     reply = wire.JoinTransactionReply(producer_id=pair[0], producer_epoch=pair[1])
     effects = [] if found.open else [Publish(commands.BATCH_BEGAN, began_event(known))]
     return Decision([*changed(before, known), joined], reply, effects)
+
+
+def _require_history(asked: wire.JobBatch, fresh_id: ProducerId) -> None:
+    """Raise `ReplayDiffers` if a restore may have lost that the batch is committed (rule T13).
+
+    The rows of the batch may be in a table, and nothing in the store says so.  The coordinator of a
+    restored cluster counts its leader epochs, which are in its producer ids, in the block of the
+    restore.  A new query begins with batch 0, and a batch write is known for a day only.
+    """
+    epoch = transactional_ids.epoch_of_producer(fresh_id)
+    restored = generations.generation_of_epoch(epoch) > 0
+    if restored and asked.batch > 0 and not asked.batch_write and not asked.write_unknown:
+        raise errors.ReplayDiffers(
+            f"batch {asked.batch} of {asked.job!r} may be committed: this cluster was restored "
+            "from its tier, and the batches that the lost one committed are not known. Look for "
+            "the batch's last rows in the topic. If they are missing, onLostHistory=write writes "
+            "the batch; if some are there, it writes them a second time"
+        )
 
 
 def _partitions_of_topics(

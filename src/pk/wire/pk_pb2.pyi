@@ -6525,6 +6525,7 @@ Global___ForgetTransactionReply: _TypeAlias = ForgetTransactionReply  # noqa: Y0
 class JobBatch(_message.Message):
     """One transaction of many producers (X4, X5, X7 to X11).  job: a transactional id of the kind participants.  query, run, batch: as Spark names them.
     batch_write: the job is one batch write, and is forgotten after a day.
+    write_unknown: onLostHistory=write
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -6534,11 +6535,13 @@ class JobBatch(_message.Message):
     RUN_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
     BATCH_WRITE_FIELD_NUMBER: _builtins.int
+    WRITE_UNKNOWN_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     query: _builtins.str
     run: _builtins.str
     batch: _builtins.int
     batch_write: _builtins.bool
+    write_unknown: _builtins.bool
     def __init__(
         self,
         *,
@@ -6547,10 +6550,11 @@ class JobBatch(_message.Message):
         run: _builtins.str = ...,
         batch: _builtins.int = ...,
         batch_write: _builtins.bool = ...,
+        write_unknown: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "batch_write", b"batch_write", "job", b"job", "query", b"query", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "batch_write", b"batch_write", "job", b"job", "query", b"query", "run", b"run", "write_unknown", b"write_unknown"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -182,6 +182,8 @@ def test_a_sink_is_exactly_once_unless_told_otherwise():
     found = sink_options.sink({**base, "txnAppId": "app", "txnVersion": "7"})
     assert (found.app, found.version, found.accept_mismatch) == ("app", 7, False)
     assert sink_options.sink({**base, "onReplayMismatch": "accept"}).accept_mismatch
+    assert not sink_options.sink(base).write_unknown
+    assert sink_options.sink({**base, "onLostHistory": "write"}).write_unknown
     with pytest.raises(errors.InvalidOption, match="query id and its batch id"):
         sink_options.for_stream(found)
 
@@ -198,6 +200,7 @@ def test_a_sink_is_exactly_once_unless_told_otherwise():
         ({"txnAppId": "app", "txnVersion": str(2**63)}, "whole number"),
         ({"txnAppId": "a", "txnVersion": "1", "pk.delivery": "at_least_once"}, "needs pk.delivery"),
         ({"onReplayMismatch": "drop"}, "fail, accept"),
+        ({"onLostHistory": "skip"}, "fail, write"),
         ({"pk.transactional.id": "x"}, "a query has its own"),
         ({"pk.transaction.timeout.ms": "5"}, "participant_transaction_max_ms"),
     ],

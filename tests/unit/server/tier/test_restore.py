@@ -24,7 +24,7 @@ from pk.tiering.data_files import DataFile, NewFile
 from pk.tiering.layout import PartitionCounters
 from pk.tiering.metadata_copies import MetadataName
 from pk.tiering.objects import MemoryStore
-from pk.tiering.plan import Claim, plan
+from pk.tiering.plan import Claim, LogStart, Submission, plan
 from pk.tiering.table import Commit, MemoryTables, Snapshot
 from pk.types import NONE
 from pk.wire import pk_pb2 as wire
@@ -154,7 +154,12 @@ def test_the_restored_cluster_has_topics_and_settings_and_fresh_numbers(rig: Rig
     for _, _, state in image.partitions():
         assert (state.leader, state.isr, state.elr) == (NONE, (), ())
         assert state.replicas == state.last_known == (1,), "this node is alone"
-        assert state.leader_epoch == generations.EPOCHS
+    epochs = {
+        topic.name: {each.leader_epoch for each in topic.partitions.values()}
+        for topic in image.topics.values()
+    }
+    first = {generations.EPOCHS}
+    assert epochs == {"t": first, "local": {0}, "__transaction_state": first}
     assert len(image.leaderless) == 4 + transactional_ids.PARTITIONS
     assert image.topic_config("__transaction_state")["cleanup_policy"] == "compact"
 
@@ -175,6 +180,37 @@ def test_the_lost_cluster_commits_nothing_any_more_and_says_why(rig: Rig) -> Non
     claim = Claim("asked", 0, generations.EPOCHS - 1, commit=True, deadline_ms=0)
     (refusal,) = plan(rig.newest(), [claim], {}).refused
     assert "was restored from its tier as another one (generation 1)" in refusal[1].message
+
+
+def test_the_lost_cluster_adds_no_rows_to_a_partition_that_is_younger_than_the_restore(
+    rig: Rig,
+) -> None:
+    """The partition has no claim of its own; both clusters may have created it."""
+    rig.restore()
+    newest = rig.newest()
+    change = wire.CommitToTableRequest(data_change=True)
+    change.counters.add(partition=7, start=0, end=10, claim=3)
+    items = [
+        Submission("appended", change, 0),
+        Claim("asked", 7, generations.EPOCHS - 1, commit=True, deadline_ms=0),
+    ]
+    refused = plan(newest, items, {7: LogStart(5, leader_epoch=3)}).refused
+    assert [item.request for item, _ in refused] == ["appended", "asked"]
+    assert all("restored from its tier as another one" in why.message for _, why in refused)
+
+
+def test_a_partition_that_the_restored_cluster_creates_begins_with_its_block(rig: Rig) -> None:
+    rig.restore()
+    newest = rig.newest()
+    commit = plan(newest, [Claim("", 7, generations.EPOCHS, commit=True, deadline_ms=0)], {}).commit
+    assert commit is not None
+    made = commit.counters[7]
+    assert (made.start, made.end, made.claim) == (FIRST, FIRST, generations.EPOCHS)
+    later = newest.after(commit, newest.version + 1)
+    again = plan(later, [Claim("", 7, generations.EPOCHS + 1, commit=True, deadline_ms=0)], {})
+    assert again.commit is not None
+    assert again.commit.counters[7].end == FIRST, "only the first claim moves the end"
+    assert not plan(rig.newest(), [], {0: LogStart(20, leader_epoch=4)}).commit
 
 
 def test_partitions_that_are_younger_than_the_metadata_are_restored(rig: Rig) -> None:
