@@ -2,10 +2,9 @@
 
     python -m bench growth [--only CURVE,…] [--side pk|kafka] [--least N] [--most N] [--write]
 
-A curve is a list of points (`curves`); a point is one number of partitions, connections, tables …,
-measured on servers of its own, and becomes one row of JSON (`rows`).  `docs/growth.jsonl` keeps the
-newest row of each point; `docs/growth.svg` (`pictures`) and `docs/capacity.md` (`capacity`) are made
-of the rows, and so are the figures of `pk doctor capacity` (`fits`).
+A curve is a list of points (`curves`); a point is one number of partitions, consumers …, measured on
+servers of its own, and becomes one row of JSON (`rows`).  `docs/growth.jsonl` keeps the newest row
+of each point.
 
 Invariants
   B1  A row says what it was measured on: machine, load before and after, time.  CPU seconds hold on

@@ -1,4 +1,4 @@
-"""`python -m bench growth`: measures points, one JSON row a line, and makes pictures and pages."""
+"""`python -m bench growth`: measures points, and prints one row of JSON for each."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Connections of one node: consumers that wait, each with one for metadata and one for records.
+"""Connections of one node: consumers that wait for records.
+
+pk's consumers of a process share the connection for metadata, so each has one connection.
 
 At work, each of four partitions gets one record, and every consumer that waits at it receives the
-record.  A librdkafka consumer has two connections as well: to the bootstrap address and to the
-broker.
+record.  A librdkafka consumer has two connections: to the bootstrap address and to the broker.
 """
 
 from __future__ import annotations
@@ -20,11 +21,9 @@ from bench.sides import PARTITIONS, Side, SideFailed
 
 TOPIC = "waiting"
 _REST_S = 20.0
-#: Connections of one consumer.
-EACH = 2
 
 
-def pk(connections: int, folder: Path) -> Figures:
+def pk(consumers: int, folder: Path) -> Figures:
     """Measure one pk node."""
     from pk import Consumer, TopicPartition
 
@@ -34,10 +33,10 @@ def pk(connections: int, folder: Path) -> Figures:
         made.poll(0)
         return made
 
-    return _measured(PkNode(), connections, folder, consumer, lambda each: len(each.poll(0)))
+    return _measured(PkNode(), consumers, folder, consumer, lambda each: len(each.poll(0)))
 
 
-def kafka(connections: int, folder: Path) -> Figures:
+def kafka(consumers: int, folder: Path) -> Figures:
     """Measure one Kafka broker."""
     from confluent_kafka import OFFSET_END, Consumer, TopicPartition
 
@@ -53,17 +52,16 @@ def kafka(connections: int, folder: Path) -> Figures:
         message = each.poll(0)
         return int(message is not None and message.error() is None)
 
-    return _measured(KafkaSide(), connections, folder, consumer, polled)
+    return _measured(KafkaSide(), consumers, folder, consumer, polled)
 
 
 def _measured(
     side: Any,
-    connections: int,
+    count: int,
     folder: Path,
     consumer: Callable[[str, int], Any],
     polled: Callable[[Any], int],
 ) -> Figures:
-    count = max(1, connections // EACH)
     side.start(folder)
     opened: list[Any] = []
     try:

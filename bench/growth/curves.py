@@ -39,10 +39,10 @@ CURVES = (
     ),
     Curve(
         "connections",
-        "connections of one node, two for each consumer that waits",
-        (2, 10, 100, 500, 1_000, 2_000),
+        "consumers that wait at one node",
+        (1, 10, 100, 500, 1_000, 2_000),
         "connections",
-        {"pk": 2_000, "kafka": 1_000},
+        {"pk": 2_000, "kafka": 500},
     ),
     Curve(
         "failover",

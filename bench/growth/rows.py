@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -43,6 +44,13 @@ def measured(curve: str, side: str, n: int, work: Callable[[], Figures]) -> Row:
 def tidy(value: float) -> float:
     """Round to four significant digits; whole numbers stay what they are."""
     return value if isinstance(value, int) else float(f"{value:.4g}")
+
+
+def told(figures: Figures) -> Figures:
+    """Print the figures of a part of a point as progress; return them."""
+    words = ", ".join(f"{name} {tidy(value):g}" for name, value in figures.items())
+    print(f"  {datetime.now(UTC):%H:%M:%S} {words}", file=sys.stderr, flush=True)
+    return figures
 
 
 def key(row: Mapping[str, Any]) -> tuple[str, str, int]:
