@@ -2,9 +2,9 @@
 
     python -m bench growth [--only CURVE,…] [--side pk|kafka] [--least N] [--most N] [--write]
 
-A curve is a list of points (`curves`); a point is one number of partitions, consumers …, measured on
-servers of its own, and becomes one row of JSON (`rows`).  `docs/growth.jsonl` keeps the newest row
-of each point.
+A curve is a list of points (`curves`).  A point is one number of partitions or consumers, measured
+on servers of its own; it becomes one row of JSON (`rows`).  `docs/growth.jsonl` keeps the newest
+row of each point.
 
 Invariants
   B1  A row says what it was measured on: machine, load before and after, time.  CPU seconds hold on
