@@ -2,7 +2,8 @@
 
 NAME is one case, several cases, or `all`.  With `--json`, standard output has one line per case;
 progress goes to standard error.  A case that fails is reported and left out of the result; the
-other cases are measured, and the exit code is 1.
+other cases are measured, and the exit code is 1.  `growth` measures curves instead of rounds, with
+options of its own (`python -m bench growth --help`).
 """
 
 from __future__ import annotations
@@ -117,4 +118,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["growth"]:
+        from bench.growth import command
+
+        sys.exit(command.main(sys.argv[2:]))
     sys.exit(main())
