@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pk import errors
+from pk.client import produce_engine
 from pk.client.accumulator import record_size
 from pk.client.futures import SendFuture
 from pk.client.network_client import NetworkClient
@@ -131,7 +132,10 @@ def test_records_arrive_in_order_with_their_offsets(bench: Any) -> None:
         assert values == sorted(values)
 
 
-def test_frames_are_encoded_ahead_and_sent_in_order(bench: Any) -> None:
+def test_frames_are_encoded_ahead_and_sent_in_order(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(produce_engine, "INLINE_BYTES", 0)
     b = bench(compression="lz4", batch_size=64, linger_ms=0, max_in_flight=5)
     b.cluster.create("t")
     at_once = b.encode_slowly(random.Random(1))
@@ -146,7 +150,10 @@ def test_frames_are_encoded_ahead_and_sent_in_order(bench: Any) -> None:
     assert max(at_once) == AHEAD
 
 
-def test_a_batch_that_cannot_be_encoded_fails_alone(bench: Any) -> None:
+def test_a_batch_that_cannot_be_encoded_fails_alone(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(produce_engine, "INLINE_BYTES", 0)
     b = bench(compression="lz4", batch_size=64, linger_ms=0, max_in_flight=5)
     b.cluster.create("t")
     b.encode_slowly(random.Random(1))
