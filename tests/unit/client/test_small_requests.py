@@ -1,4 +1,4 @@
-"""Small requests are encoded on the loop, and never by two threads at once."""
+"""Where requests are encoded: small ones on the loop, others on threads, ahead of their turn."""
 
 from __future__ import annotations
 
@@ -65,3 +65,21 @@ def test_a_small_request_behind_a_large_one_is_not_encoded_twice_at_once(
     b.run(work)
     assert any(begun)
     assert [len(v) for _, _, v in b.cluster.log("t").rows()] == [49_900, 10, 49_990, 10]
+
+
+def test_frames_are_encoded_ahead_and_sent_in_order(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(produce_engine, "INLINE_BYTES", 0)
+    b = bench(compression="lz4", batch_size=64, linger_ms=0, max_in_flight=5)
+    b.cluster.create("t")
+    at_once = b.encode_slowly(random.Random(1))
+
+    async def work() -> None:
+        for i in range(100):
+            await b.send("t", b"%03d" % i)
+        await b.flush(60_000)
+
+    b.run(work)
+    assert [v for _, _, v in b.cluster.log("t").rows()] == [b"%03d" % i for i in range(100)]
+    assert max(at_once) == produce_engine.AHEAD

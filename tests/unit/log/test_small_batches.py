@@ -88,7 +88,7 @@ FLAGS = [
 def test_what_is_accepted_is_sound(
     numbers: list[int], data: int, flags: set[int], count: int, span: int
 ) -> None:
-    """log/small_batches M2: bodies with lengths that lie, with times outside the bounds, and those of other kinds."""
+    """log/small_batches M2: lengths that lie, times outside the bounds, and other kinds."""
     body = b"".join(number.to_bytes(4, "little") for number in numbers) + b"x" * data
     header = batch.Header(
         0, 64 + len(body), -1, batch.MAGIC, 0, sum(flags), -1, count - 1, 10, 10 + span, -1, -1,
