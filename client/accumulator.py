@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,17 +29,29 @@ import pyarrow as pa
 from pk import errors
 from pk.client.futures import SendFuture
 from pk.client.metadata import TopicMetadata
-from pk.client.partitioner import Sticky, ordered_by_partition, place
+from pk.client.partitioner import Sticky, all_exist, ordered_by_partition, place, place_few
 from pk.client.record_set import Headers, OnDelivery, RecordSet, RecordSlice
-from pk.client.rows import I64, RECORD_OVERHEAD, batch_limit, cuts_by_size, size_of, sizes
+from pk.client.rows import (
+    COLUMN_OVERHEAD,
+    I64,
+    RECORD_OVERHEAD,
+    FewRows,
+    batch_limit,
+    cuts_by_size,
+    size_of,
+    sizes,
+)
 from pk.client.waiting import Monitor, SpinLock
 from pk.clock import Clock
+from pk.log.small_batches import FEW_RECORDS
 from pk.types import NONE
 
 #: An open record set is taken after this time, or after linger_ms if that is less.
 OPEN_MS = 5
 #: Memory is reserved in this unit, so that `send` need not compute it per record.
 GRANT_BYTES = 256 * 1024
+#: A record set is split without Arrow if it has at most FEW_RECORDS for each of so many partitions.
+FEW_PARTITIONS = 8
 #: A batch with less than 1/8 of its size left counts as full.
 FULL_SHARE = 8
 
@@ -230,6 +242,32 @@ class RecordAccumulator:
         with self.lock:
             self.closed = None
 
+    def split_few(
+        self, records: RecordSet, topic: TopicMetadata, available: Callable[[], Sequence[int]]
+    ) -> bool:
+        """Split `records` like `split`, without Arrow, if they are few for each partition, plain,
+        and together within the size of a batch.  Returns whether they were.
+        """
+        values, keys, whole = records.values, records.keys, records.size
+        limit = min(batch_limit(self.batch_size, topic.configs), self._size_max)
+        few = FEW_RECORDS * min(topic.partitions, FEW_PARTITIONS)
+        if whole > limit or not values or not records.plain(few):
+            return False
+        count = records.count = len(values)
+        if records.partitions and not all_exist(records.partitions, topic.partitions):
+            return False
+        with self._sticky_lock:
+            placed = place_few(
+                keys, records.partitions, count, topic.partitions, self._sticky, available, whole
+            )
+        records.values, records.keys = [], None
+        if isinstance(placed, int):
+            rows = FewRows(values, keys)
+            records.split([RecordSlice(records, placed, 0, count, rows, whole)])
+        else:
+            records.split(_sorted_few(records, values, keys, placed))
+        return True
+
     # -- either ------------------------------------------------------------------------------------
 
     def split(
@@ -278,6 +316,38 @@ class RecordAccumulator:
                 single = topic.partitions == 1
                 each.partition = 0 if single else self._sticky.take(available, each.size)
         records.split(slices)
+
+
+def _sorted_few(
+    records: RecordSet,
+    values: list[bytes | None],
+    keys: list[bytes | None] | None,
+    placed: Sequence[int],
+) -> list[RecordSlice]:
+    """Sort rows by partition, stable within a partition; note their new order."""
+    groups: dict[int, list[int]] = {}
+    for index, partition in enumerate(placed):
+        found = groups.get(partition)
+        if found is None:
+            groups[partition] = [index]
+        else:
+            found.append(index)
+    slices, left = [], records.size
+    order: list[int] = []
+    for partition in sorted(groups):
+        rows = groups[partition]
+        mine = [values[index] for index in rows]
+        my_keys = None if keys is None else [keys[index] for index in rows]
+        size = sum([len(each) for each in mine if each]) + 2 * COLUMN_OVERHEAD * len(rows)
+        size += sum([len(each) for each in my_keys if each]) if my_keys is not None else 0
+        few = FewRows(mine, my_keys)
+        slices.append(RecordSlice(records, partition, len(order), len(rows), few, size))
+        left -= size
+        order += rows
+    slices[-1].size += left  # the slices must release exactly the bytes that were reserved
+    records.order, records.inverse = np.array(order, np.int64), np.empty(len(order), np.int64)
+    records.inverse[records.order] = np.arange(len(order))
+    return slices
 
 
 def _cut(

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from pk import errors
+from pk.client.rows import binary_column
 from pk.log.encoding import FEW, fixed_column, offsets_of
 from pk.types import NONE
 
@@ -37,6 +38,8 @@ _M32 = np.uint32(_M)
 #: step.
 _FEW = 24
 _RANK_MAX = 0xFFFF
+#: With fewer keys than this, hashing each one alone is faster than hashing the column.
+_FEW_KEYS = 24
 
 
 def _finish(h: int, data: bytes | memoryview, position: int, end: int) -> int:
@@ -232,6 +235,46 @@ def place(
     if explicit is not None:
         spread = np.where(explicit == NONE, spread, explicit).astype(np.int32)
     return spread
+
+
+def all_exist(explicit: Mapping[int, int], partitions: int) -> bool:
+    """Return whether all partitions that callers chose exist."""
+    return all(0 <= number < partitions for number in explicit.values())
+
+
+def place_few(
+    keys: Sequence[bytes | None] | None,
+    explicit: Mapping[int, int],
+    count: int,
+    partitions: int,
+    sticky: Sticky,
+    available: Callable[[], Sequence[int]],
+    size: int,
+) -> int | list[int]:
+    """Return what `place` does, for a few records in lists.
+
+    explicit: the partitions that callers chose, by record; all exist.
+    """
+    if explicit and len(explicit) == count and len(set(explicit.values())) == 1:
+        return next(iter(explicit.values()))
+    if partitions == 1:
+        return 0
+    unkeyed = count if keys is None else keys.count(None)
+    if unkeyed == count and not explicit:
+        return sticky.take(available(), size)
+    stuck = NONE
+    if unkeyed and len(explicit) < count:
+        stuck = sticky.take(available(), size * unkeyed // count)
+    spread: list[int]
+    if keys is None or unkeyed == count:
+        spread = [stuck] * count
+    elif unkeyed or count < _FEW_KEYS:
+        spread = [stuck if key is None else partition_of(key, partitions) for key in keys]
+    else:
+        spread = partitions_of(binary_column(keys, count), partitions, stuck).tolist()
+    if explicit:
+        spread = [explicit.get(index, number) for index, number in enumerate(spread)]
+    return spread[0] if spread.count(spread[0]) == count else spread
 
 
 def ordered_by_partition(

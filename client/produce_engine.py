@@ -25,7 +25,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any
 
-from pk import errors
+from pk import errors, limits
 from pk.client.accumulator import FULL_SHARE, OPEN_MS, BufferPool, RecordAccumulator
 from pk.client.endings import given_up
 from pk.client.network_client import NetworkClient
@@ -62,6 +62,8 @@ _log = logging.getLogger("pk.client")
 LOOK_AGAIN_MS = 500
 #: Number of requests to one broker that are encoded at the same time.
 AHEAD = 3
+#: Requests up to this size are compressed on the loop: a change of threads would take longer.
+INLINE_BYTES = 32 * limits.KIB
 #: Runs CPU-bound work off the loop, a few at a time; in the simulator, inline.
 Compute = Callable[[Callable[[], Any]], Coroutine[Any, Any, Any]]
 
@@ -225,17 +227,22 @@ class ProduceEngine:
                     raise self._discarding
                 if topic is None:
                     raise given_up(problem) if lacks else problem
-                if records.slices is None:
+                available = partial(metadata.available, topic)
+                few = records.slices is None and accumulator.split_few(records, topic, available)
+                if records.slices is None and not few:
                     rows, chosen = records.columns()
-                    accumulator.split(records, rows, chosen, topic, metadata.available(topic))
+                    accumulator.split(records, rows, chosen, topic, available())
             except Exception as cause:
                 typed = cause if isinstance(cause, errors.PkError) else None
                 self._fail(records, typed or errors.InternalError(repr(cause)))
                 continue
             self._outstanding[id(records)] = records
             batch_size = batch_limit(accumulator.batch_size, topic.configs)
-            for each in records.slices or ():
-                self.step(Append(PartitionKey(topic.topic_id, each.partition), each, batch_size))
+            if self._closed:
+                return
+            for each in records.slices or ():  # a slice has no effects before the next event
+                key = PartitionKey(topic.topic_id, each.partition)
+                self.sender.step(Append(key, each, batch_size), now_ms)
 
     def _fail(self, records: RecordSet, error: errors.PkError) -> None:
         """Fail records that were not handed to the machine."""
@@ -260,8 +267,14 @@ class ProduceEngine:
         """Step the machine and perform its effects."""
         if self._closed:
             return
+        released = 0
         for effect in self.sender.step(event, self.world.clock.monotonic_ms()):
-            self._perform(effect)
+            if type(effect) is Respond:
+                released += self._settle(effect.request, effect.reply)
+            else:
+                self._perform(effect)
+        if released:
+            self.pool.release(released)
         if self.sender.fatal is not None and self.fatal is None:
             self.fatal = error = self.sender.fatal
             for accumulator in self.accumulators.values():
@@ -274,8 +287,6 @@ class ProduceEngine:
     def _perform(self, effect: Effect) -> None:
         if isinstance(effect, Send):
             self._stream(effect.peer).put(effect.message)
-        elif isinstance(effect, Respond):
-            self._settle(effect.request, effect.reply)
         elif isinstance(effect, SetTimer):
             self._set_timer("sender", effect.at_ms, lambda: self.step(Wakeup()))
         elif isinstance(effect, Publish):
@@ -286,14 +297,15 @@ class ProduceEngine:
             elif effect.name == "reset":
                 self._stream(effect.value).reset()
 
-    def _settle(self, batch: ProducerBatch, response: PartitionResponse) -> None:
-        self.pool.release(batch.size)
+    def _settle(self, batch: ProducerBatch, response: PartitionResponse) -> int:
+        """Give the futures of a batch their outcome; returns the memory to be released."""
         self.counts.settled(batch.count, response.error is not None)
         stamp, error = response.append_time_ms, response.error
         resolve(batch.slices, response.base_offset, append_time_ms=stamp, error=error)
         for each in batch.slices:
             if each.records.done:
                 self._outstanding.pop(id(each.records), None)
+        return batch.size
 
     def metrics(self) -> dict[str, int]:
         """Return the numbers of `Producer.metrics`.  Safe in any thread."""
@@ -450,7 +462,10 @@ class ProduceConnection:
         encoding takes longest.
         """
         try:
-            if self._codec[0] != "none" and self._compute is not None:
+            threads = self._codec[0] != "none" and self._compute is not None
+            begun = any(batch.encoding is not None for batch in request.batches)
+            if threads and (begun or request.size > INLINE_BYTES):
+                assert self._compute is not None
                 ahead = itertools.islice(self._requests, AHEAD)
                 for batch in itertools.chain.from_iterable(each.batches for each in ahead):
                     if batch.encoding is None:
@@ -481,7 +496,8 @@ class ProduceConnection:
                 batch_bytes=sum(map(len, encoded)),
             )
             payload += encoded
-        return frames.pieces(head_of(head, correlation_id=request.correlation_id), payload)
+        pieces = frames.pieces(head_of(head, correlation_id=request.correlation_id), payload)
+        return [b"".join(pieces)] if request.size <= INLINE_BYTES else pieces
 
     async def _read(self, stream: Stream) -> None:
         try:

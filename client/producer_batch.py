@@ -24,8 +24,10 @@ from pk.backoff import Backoff
 from pk.client.accumulator import FULL_SHARE
 from pk.client.metadata import LeaderAndEpoch
 from pk.client.record_set import RecordSlice
+from pk.client.rows import FewRows
 from pk.log import batch as batches
 from pk.log.encoding import encode, fixed_column
+from pk.log.small_batches import encode_few
 from pk.log.storage import Buffer
 from pk.transactional_ids import is_transactional
 from pk.types import NONE, PartitionKey
@@ -54,6 +56,7 @@ class ProducerBatch:
     unknown_epoch: int | None = None
     expired: bool = False  #: its futures failed with DeliveryTimedOut while it was in flight
     encoded: list[Buffer] | None = None
+    encoded_as: tuple[int, int, int] | None = None  #: producer id, epoch and sequence of `encoded`
     encoding: Any = None  #: the shell's task that encodes it ahead of its turn
 
     def add(self, more: RecordSlice) -> None:
@@ -69,27 +72,54 @@ class ProducerBatch:
 
     def encode(self, codec: str, level: int) -> list[Buffer]:
         """Return the bytes of this batch under its current producer id, epoch and sequence."""
+        mine = self.producer_id, self.epoch, self.sequence
         if self.encoded is None:
-            rows, stamp = self._joined()
-            self.encoded = encode(
-                rows, codec=codec, level=level, default_timestamp=stamp,
-                producer_id=self.producer_id, producer_epoch=self.epoch,
-                base_sequence=self.sequence, transactional=is_transactional(self.producer_id),
-            )  # fmt: skip
+            self.encoded, self.encoded_as = self._encoded(codec, level), mine
             for each in self.slices:
                 each.rows = None  # the encoded bytes replace the rows
-        header = batches.read_header(self.encoded[0])
-        mine = header._replace(
-            producer_id=self.producer_id, producer_epoch=self.epoch, base_sequence=self.sequence
-        )
-        if mine != header:
-            self.encoded = batches.seal(mine, self.encoded[1:])
+        if self.encoded_as != mine:
+            header = batches.read_header(self.encoded[0])._replace(
+                producer_id=self.producer_id, producer_epoch=self.epoch, base_sequence=self.sequence
+            )
+            self.encoded, self.encoded_as = batches.seal(header, self.encoded[1:]), mine
         return self.encoded
+
+    def _encoded(self, codec: str, level: int) -> list[Buffer]:
+        transactional = is_transactional(self.producer_id)
+        if all(type(each.rows) is FewRows for each in self.slices):
+            rows, stamps = self._joined_few()
+            return encode_few(
+                rows.values, rows.keys, stamps, codec=codec, level=level,
+                producer_id=self.producer_id, producer_epoch=self.epoch,
+                base_sequence=self.sequence, transactional=transactional,
+            )  # fmt: skip
+        joined, stamp = self._joined()
+        return encode(
+            joined, codec=codec, level=level, default_timestamp=stamp,
+            producer_id=self.producer_id, producer_epoch=self.epoch,
+            base_sequence=self.sequence, transactional=transactional,
+        )  # fmt: skip
+
+    def _joined_few(self) -> tuple[FewRows, list[int] | int]:
+        """Join the rows of all slices, which are all few; returns them and their create times."""
+        first = self.slices[0]
+        if len(self.slices) == 1:
+            return first.rows, first.records.stamp_ms
+        values: list[bytes | None] = []
+        keys: list[bytes | None] = []
+        stamps: list[int] = []
+        for each in self.slices:
+            values += each.rows.values
+            keys += each.rows.keys or [None] * each.count
+            stamps += [each.records.stamp_ms] * each.count
+        return FewRows(values, keys), stamps
 
     def _joined(self) -> tuple[pa.RecordBatch, int]:
         """Join the rows of all slices; returns them and the create time of records without one."""
         stamps = [each.records.stamp_ms for each in self.slices]
-        rows = [each.rows for each in self.slices]
+        rows = [
+            each.rows.columns() if type(each.rows) is FewRows else each.rows for each in self.slices
+        ]
         if len(rows) == 1:
             return rows[0], stamps[0]
         if len(set(stamps)) > 1 or any(each.num_columns > 3 for each in rows):
@@ -179,6 +209,15 @@ class PartitionBatches:
     def idle(self) -> bool:
         return not self.unresolved and not self.waiting
 
+    def in_flight_to(self, node: int) -> bool:
+        """Return whether all batches are in requests to this broker, and none waits."""
+        if self.waiting:
+            return False
+        for batch in self.unresolved:
+            if batch.request is None or batch.request.node != node:
+                return False
+        return True
+
     @property
     def pair(self) -> tuple[int, int]:
         return self.producer_id, self.epoch
@@ -207,6 +246,8 @@ class PartitionBatches:
         """Return when the oldest batch without an outcome was created; the far future if there is
         none.
         """
+        if not self.unresolved:
+            return self.waiting[0].created_ms if self.waiting else FAR_MS
         created = [batch.created_ms for batch in self.unresolved if not batch.expired]
         created += [self.waiting[0].created_ms] if self.waiting else []
         return min(created, default=FAR_MS)
@@ -259,6 +300,8 @@ class PartitionBatches:
         An earlier attempt may have stored them.  Since then this leader or an earlier leader was
         elected without all data, so no broker can tell whether they are stored.
         """
+        if not self.unresolved:
+            return []
         return [
             batch
             for batch in self.unresolved

@@ -50,7 +50,7 @@ class RecordSlice:
     partition: int
     first: int  #: position of the first record
     count: int
-    rows: Any  #: pa.RecordBatch; None once they are encoded, or the slice failed
+    rows: Any  #: pa.RecordBatch or FewRows; None once they are encoded, or the slice failed
     size: int  #: bytes reserved for it
     resolved: bool = False
     base_offset: int = NONE  #: offset of the first record; NONE = stored, offset not known
@@ -122,6 +122,10 @@ class RecordSet:
             chosen[list(self.partitions)] = list(self.partitions.values())
         self.values, self.keys, self.headers = [], None, {}
         return rows_of(key, value, headers, self.create_times), chosen
+
+    def plain(self, count_max: int) -> bool:
+        """Return whether these are at most so many records, all without headers or create times."""
+        return len(self.values) <= count_max and not self.headers and not self.create_times_given
 
     def split(self, slices: list[RecordSlice]) -> None:
         self.unresolved = len(slices)
@@ -218,7 +222,10 @@ def resolve(
             each.records.unresolved -= 1
             if each.records.on_delivery:
                 due.append(partial(_run_on_delivery, each))
-        resolved = list({id(each.records): each.records for each in slices}.values())
+        if len(slices) == 1:
+            resolved = [slices[0].records]
+        else:
+            resolved = list({id(each.records): each.records for each in slices}.values())
         for records in resolved:
             if records.callbacks:
                 waiting = [(records.outcome(i) is not None, i, c) for i, c in records.callbacks]

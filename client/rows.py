@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +40,19 @@ _STAMPED = ROWS.append(pa.field("timestamp", pa.int64()))
 
 
 # -- rows ------------------------------------------------------------------------------------------
+
+
+class FewRows(NamedTuple):
+    """A few rows without headers, create times or columns: they are not worth Arrow arrays."""
+
+    values: list[bytes | None]
+    keys: list[bytes | None] | None
+
+    def columns(self) -> pa.RecordBatch:
+        """Return the same rows as columns."""
+        count = len(self.values)
+        key, value = binary_column(self.keys, count), binary_column(self.values, count)
+        return rows_of(key, value, columns.null_headers(count), None)
 
 
 def binary_column(items: Sequence[bytes | None] | None, count: int) -> pa.Array:

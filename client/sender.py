@@ -508,6 +508,9 @@ class Sender:
             return partition.retry.at_ms
         if leader is None:
             return self._without_leader(partition, now_ms)
+        if partition.in_flight_to(leader.node):
+            partition.left_ms = None
+            return FAR_MS  # a response comes next
         later = self._leave(partition, leader, now_ms)
         if later > now_ms:
             return later  # N3

@@ -43,6 +43,7 @@ import pyarrow as pa
 
 from pk import errors
 from pk.log import batch as batches
+from pk.log import small_batches
 from pk.log.batch import HEADER_BYTES, Header
 from pk.log.encoding import (
     DECODED_BYTES_MAX,
@@ -287,6 +288,8 @@ def validate_body(batch: Buffer, header: Header, decoded_bytes_max: int) -> None
     Off the event loop: decompression and checks of large arrays release the GIL.
     """
     if not header.record_count:
+        return
+    if header.length - HEADER_BYTES <= decoded_bytes_max and small_batches.accepts(header, batch):
         return
     body = body_of(batch, header, decoded_bytes_max)
     if body.header_key_lengths is not None:

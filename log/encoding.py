@@ -214,7 +214,7 @@ def rewritten(
     header: Header, rows: pa.RecordBatch, horizon_ms: int | None, level: int = 3
 ) -> list[Buffer]:
     """Encode what a cleaning keeps of a batch.  The offsets that the batch covers, its producer,
-    sequence, epoch, codec and kind stay those of `header`.
+    sequence, epoch and kind stay those of `header`, and its codec where that saves bytes.
 
     rows: at least one of its rows, as `columns.decode` returned them
     horizon_ms: the delete horizon of the batch; None = it has none
@@ -263,9 +263,7 @@ def _seal(
             wide = top - base >= 2**32 or horizon_ms is not None
             attributes |= batches.TIMESTAMPS | (batches.TIMESTAMPS_I64 if wide else 0)
             parts.append(_raw(stamps if wide else (stamps - base).astype("<u4")))
-    if base < batches.TIMESTAMP_MS_MIN or top > batches.TIMESTAMP_MS_MAX:
-        worst = base if base < batches.TIMESTAMP_MS_MIN else top
-        raise errors.SerializationError(f"timestamp {worst} ms is outside the years 1 to 9999")
+    check_times(base, top)
     if horizon_ms is not None:  # it takes the place of the smallest timestamp
         attributes |= batches.DELETE_HORIZON
         base = horizon_ms
@@ -297,24 +295,37 @@ def _seal(
     parts += bits
     parts += [part for part in data if len(part)]
     if codec != "none":
-        parts = _compressed(parts, codec, level)
-        attributes |= batches.CODECS.index(codec)
+        number, parts = compressed(parts, codec, level)
+        attributes |= number
     return batches.seal(
         header._replace(attributes=attributes, base_timestamp=base, max_timestamp=top), parts
     )
 
 
-def _compressed(parts: list[Buffer], codec: str, level: int) -> list[Buffer]:
+def check_times(base: int, top: int) -> None:
+    """Raise `SerializationError` unless all timestamps from `base` to `top` can be stored."""
+    if base < batches.TIMESTAMP_MS_MIN or top > batches.TIMESTAMP_MS_MAX:
+        worst = base if base < batches.TIMESTAMP_MS_MIN else top
+        raise errors.SerializationError(f"timestamp {worst} ms is outside the years 1 to 9999")
+
+
+def compressed(parts: list[Buffer], codec: str, level: int) -> tuple[int, list[Buffer]]:
+    """Return the number of the codec, and the compressed body.
+
+    A body that does not become smaller stays as it is, under the codec `none`: a single record
+    seldom becomes smaller, and every reader would pay for its decompression.
+    """
     body = parts[0] if len(parts) == 1 else b"".join(parts)
     if len(body) > DECODED_BYTES_MAX:
         raise errors.RecordTooLarge(
             f"a body of {len(body)} bytes; at most {DECODED_BYTES_MAX} are allowed"
         )
     coder = pa.Codec(codec, compression_level=level) if codec == "zstd" else pa.Codec(codec)
-    return [
-        LENGTH.pack(len(body)),
-        coder.compress(body, asbytes=True),
-    ]  # as bytes: a shrunk Arrow buffer misreports its shape
+    # as bytes: a shrunk Arrow buffer misreports its shape
+    blob: bytes = coder.compress(body, asbytes=True)
+    if LENGTH.size + len(blob) >= len(body):
+        return 0, parts
+    return batches.CODECS.index(codec), [LENGTH.pack(len(body)), blob]
 
 
 def _raw(array: npt.NDArray[Any]) -> memoryview:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pk import errors
-from pk.client.accumulator import BufferPool, RecordAccumulator
+from pk.client.accumulator import BufferPool, RecordAccumulator, record_size
 from pk.client.futures import BatchFuture, SendFuture
 from pk.client.metadata import TopicMetadata
 from pk.client.options import producer_options
@@ -114,6 +114,93 @@ def test_every_row_goes_where_the_rules_say_and_keeps_its_order(
         found = records.outcome(row)
         assert isinstance(found, RecordMetadata)
         assert (found.partition, found.offset) == seen[row]
+
+
+FEW_ROWS = st.lists(
+    st.tuples(BYTES, BYTES, st.one_of(st.none(), st.integers(0, 4))), min_size=1, max_size=60
+)
+
+
+@given(FEW_ROWS, st.sampled_from([1, 5]), st.booleans(), st.booleans())
+def test_few_rows_are_split_like_many(
+    rows: list[tuple[bytes | None, bytes | None, int | None]],
+    partitions: int,
+    keyed: bool,
+    choose: bool,
+) -> None:
+    """Both ways place, order and encode the same records alike, and count the same memory."""
+
+    def filled() -> tuple[RecordAccumulator, RecordSet]:
+        accumulator = accumulator_of(BufferPool(1 << 20))
+        for key, value, partition in rows:
+            size = record_size(value, key, None, "t")
+            chosen = None if partition is None else partition % partitions
+            accumulator.append(
+                value, key if keyed else None, None, chosen if choose else None, size=size
+            )
+        accumulator.seal(0, ready=True)
+        records = accumulator.sealed.popleft()
+        records.stamp_ms = 5
+        return accumulator, records
+
+    topic, available = TopicMetadata("t", "id", partitions, False, {}), range(partitions)
+    accumulator, few = filled()
+    assert accumulator.split_few(few, topic, lambda: available)
+    accumulator, many = filled()
+    columns, chosen = many.columns()
+    accumulator.split(many, columns, chosen, topic, available)
+    assert few.size == many.size == sum(each.size for each in few.slices or ())
+    for name in ("order", "inverse"):
+        assert np.array_equal(getattr(few, name), getattr(many, name)), name
+    assert few.count == many.count == len(rows)
+
+    def shown(records: RecordSet) -> list[Any]:
+        return [
+            (each.partition, each.first, each.count, b"".join(batch_of(each).encode("none", 0)))
+            for each in records.slices or ()
+        ]
+
+    assert shown(few) == shown(many)
+
+
+@pytest.mark.parametrize("few", [(True, True), (True, False), (False, True)])
+def test_slices_of_few_rows_and_of_many_join_in_one_batch(few: tuple[bool, bool]) -> None:
+    accumulator = accumulator_of(BufferPool(1 << 20))
+    topic, batch = TopicMetadata("t", "id", 1, False, {}), ProducerBatch(PARTITION, 0)
+    for number, by_lists in enumerate(few):
+        size = record_size(b"v%d" % number, b"k", None, "t")
+        accumulator.append(b"v%d" % number, b"k" if number else None, size=size)
+        accumulator.seal(0, ready=True)
+        records = accumulator.sealed.popleft()
+        records.stamp_ms = 5 + number
+        if by_lists:
+            assert accumulator.split_few(records, topic, lambda: [0])
+        else:
+            accumulator.split(records, *records.columns(), topic, [0])
+        batch.add((records.slices or [])[0])
+    found = decode(b"".join(batch.encode("none", 0)), decoded_bytes_max=1000)
+    assert found.column("value").to_pylist() == [b"v0", b"v1"]
+    assert found.column("key").to_pylist() == [None, b"k"]
+    assert found.column("timestamp").view("int64").to_pylist() == [5, 6]
+
+
+def test_what_is_not_few_or_plain_is_split_as_columns() -> None:
+    topic = TopicMetadata("t", "id", 2, False, {})
+
+    def taken(count: int = 1, size: int = 10, **more: Any) -> bool:
+        accumulator = accumulator_of(BufferPool(1 << 20), batch_size=2000)
+        for _ in range(count):
+            accumulator.append(b"v" * size, size=size + 16, **more)
+        accumulator.seal(0, ready=True)
+        return accumulator.split_few(accumulator.sealed.popleft(), topic, lambda: [0, 1])
+
+    assert taken()
+    assert not taken(headers=[("a", b"")])
+    assert not taken(timestamp_ms=5)
+    assert not taken(partition=2), "split raises InvalidPartitions"
+    assert not taken(size=3000), "larger than a batch"
+    assert taken(count=64, size=0)
+    assert not taken(count=65, size=0)
 
 
 def test_a_partition_that_does_not_exist_is_refused() -> None:

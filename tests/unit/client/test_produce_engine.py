@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pk import errors
+from pk.client import produce_engine
 from pk.client.accumulator import record_size
 from pk.client.futures import SendFuture
 from pk.client.network_client import NetworkClient
 from pk.client.options import producer_options
-from pk.client.produce_engine import AHEAD, ProduceEngine
+from pk.client.produce_engine import ProduceEngine
 from pk.sim.world import SimWorld
 from tests.kit.fake_broker import APPEND, BREAK, LOSE_REPLY, SILENT, FakeBroker, FakeCluster
 
@@ -131,22 +132,10 @@ def test_records_arrive_in_order_with_their_offsets(bench: Any) -> None:
         assert values == sorted(values)
 
 
-def test_frames_are_encoded_ahead_and_sent_in_order(bench: Any) -> None:
-    b = bench(compression="lz4", batch_size=64, linger_ms=0, max_in_flight=5)
-    b.cluster.create("t")
-    at_once = b.encode_slowly(random.Random(1))
-
-    async def work() -> None:
-        for i in range(100):
-            await b.send("t", b"%03d" % i)
-        await b.flush(60_000)
-
-    b.run(work)
-    assert [v for _, _, v in b.cluster.log("t").rows()] == [b"%03d" % i for i in range(100)]
-    assert max(at_once) == AHEAD
-
-
-def test_a_batch_that_cannot_be_encoded_fails_alone(bench: Any) -> None:
+def test_a_batch_that_cannot_be_encoded_fails_alone(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(produce_engine, "INLINE_BYTES", 0)
     b = bench(compression="lz4", batch_size=64, linger_ms=0, max_in_flight=5)
     b.cluster.create("t")
     b.encode_slowly(random.Random(1))
