@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from bench import processes
 from bench.pk_side import PkSide
@@ -42,7 +43,7 @@ def _cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _produce(bootstrap: str, topic: str, codec: str, records: int) -> None:
+def _produce(bootstrap: str, topic: str, codec: Any, records: int) -> None:
     from pk import Producer
 
     rng = random.Random(7)

@@ -59,13 +59,18 @@ def _write_kafka(side: Side, topics: Topics) -> None:
     from confluent_kafka import Producer
 
     failed: list[Any] = []
+
+    def delivered(error: Any, _: object) -> None:
+        if error:
+            failed.append(error)
+
     settings = {"bootstrap.servers": side.address, "acks": "all", "log_level": 0}
     producer = Producer(settings)
     for topic, count in topics:
         for number in range(count):
             producer.produce(
                 topic, _VALUE, partition=number,
-                on_delivery=lambda error, _: error and failed.append(error),
+                on_delivery=delivered,
             )  # fmt: skip
         producer.poll(0)
     if left := producer.flush(PATIENCE_S) or failed:

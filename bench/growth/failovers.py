@@ -88,7 +88,7 @@ def _failed_over(
         return delivered
 
     others = [pid for node in cluster.nodes if node != victim for pid in cluster.pids_of(node)]
-    options = {"request_timeout_ms": _REQUEST_MS, "delivery_timeout_ms": 300_000}
+    options: dict[str, Any] = {"request_timeout_ms": _REQUEST_MS, "delivery_timeout_ms": 300_000}
     with Producer(cluster.address, acks="all", linger_ms=0, **options) as producer:
         for topic, count in topics:
             for number in range(count):
