@@ -248,7 +248,8 @@ def _never_return(work: Callable[[], int]) -> NoReturn:
         traceback.print_exc()
     finally:
         with contextlib.suppress(BaseException):
-            threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as an exit does
+            # waits for threads, as an exit does
+            threading._shutdown()  # type: ignore[attr-defined]
         for out in (sys.stdout, sys.stderr):
             with contextlib.suppress(BaseException):
                 out.flush()
