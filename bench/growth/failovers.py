@@ -1,8 +1,8 @@
 """Partitions of a failover: three nodes, three replicas each, and one node is killed.
 
 Just after the kill a producer sends one record to each partition that the node led; the figures are
-the times until the records are acknowledged.  The killed node does not lead the controllers, so the
-election of partition leaders is measured alone; `controller` kills the node that does.
+the times until the records are acknowledged.  The killed node is not the active controller, so the
+election of partition leaders is measured alone.
 """
 
 from __future__ import annotations
