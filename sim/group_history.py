@@ -20,7 +20,7 @@ class GroupHistory:
     """The floors of offsets, and the owners by generation."""
 
     def __init__(self, deleted: Callable[[PartitionKey], bool]) -> None:
-        """`deleted`: whether somebody has asked to delete the topic of a partition."""
+        """`deleted`: whether a client has asked to delete the topic of a partition."""
         self._deleted = deleted
         self.floors: dict[PartitionKey, int] = {}
         self._owners: dict[tuple[int, PartitionKey], str] = {}

@@ -22,7 +22,7 @@ from pk.types import PartitionKey
 class CopyCheck:
     """Checks V37 for one group.
 
-    objects: those of the store.  deleted: whether somebody has asked to delete the topic of a
+    objects: those of the store.  deleted: whether a client has asked to delete the topic of a
     partition, whose offsets go (L8).
     """
 
