@@ -171,6 +171,10 @@ help: ## this list
 setup: $(VENV)/.jars ## the environment in .venv/, and the jars Spark needs
 	@$(PY) -m pk.sparkconnector.columnar_jar >/dev/null
 
+.PHONY: columnar-versions
+columnar-versions: $(VENV)/.jars ## compile the columnar reader against each supported Spark; downloads 94 MB once
+	$(PY) tests/spark/compile_columnar.py $(VERSIONS)
+
 .PHONY: docs
 docs: $(VENV)/.ready ## the pages of docs/ that are made from the tables the code runs on
 	$(PY) docs/generate.py

@@ -44,8 +44,8 @@ CLIENT_NAMES = ("bootstrap.servers", "isolation.level", "delivery")
 #: How long a process tries to reach the first broker; later calls have pk's own time-outs.
 CONNECT_TIMEOUT_MS = 10_000
 
-#: The default of the option `columnar`.  The JVM reads the same variable, and the Python processes
-#: that it starts inherit it.
+#: The default of the option `columnar`.  The JVM reads the same variable.  Where neither is given,
+#: the jar states `columnar` = true; Python cannot see the class path, so its own default is off.
 COLUMNAR_VARIABLE = "PK_SPARK_COLUMNAR"
 
 #: Accepted with one warning each: Kafka has these options, in pk they have no effect.

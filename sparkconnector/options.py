@@ -121,7 +121,7 @@ class Source:
     min_offsets: int = 0
     max_bytes: int = 0
     max_trigger_delay_ms: int = 0
-    columnar: bool = False  #: the JVM reads columns where the plan allows it
+    columnar: bool = False  #: the jar is there: the JVM reads columns where the plan allows it
     connect_timeout_ms: int = CONNECT_TIMEOUT_MS
     group_id: str = ""  #: the group that shows the progress of a stream (S1); "" = none
     hold_retention: bool = False  #: what the stream has not processed is kept (S1)

@@ -9,12 +9,15 @@ A plan is a list of sections, one for each task of the partition, in their order
 
   cold     the files of the table that hold the range: on a local disk, written by pk, disjoint
   hot      a fetch from the leader, with its frames (sparkconnector/prepared_fetch)
-  python   everything else
+  python   everything else; `why` says what kept it from the JVM
+
+The plan of a scan that Python reads as a whole says in `why` what the reason is, for `explain`.
 
 Invariants
   D1  `tasks_of(plan_of(tasks))` gives the same tasks, so a partition loses nothing by its plan.
   D2  Either all partitions of a scan have a plan or none, because Spark mixes no rows with columns.
-      None has one if the JVM would read less than half of the offsets.
+      A scan of which the JVM would read less than half of the offsets has a `why` in each plan,
+      and Java follows none of them.
 """
 
 from __future__ import annotations
@@ -67,16 +70,24 @@ def _words(task: Task) -> str:
 
 def partitions_of(packed: Sequence[Sequence[Task]], planner: Planner) -> list[PkPartition]:
     """Return the partitions of a scan, with plans if the JVM should read it in columns (D2)."""
-    plain = [PkPartition(tasks) for tasks in packed]
     if not planner.source.columnar or not packed:
-        return plain
+        return [PkPartition(tasks) for tasks in packed]
     fetches = _fetches([task for tasks in packed for task in tasks], planner)
     sections = [[_section(task, fetches.get(task.range)) for task in tasks] for tasks in packed]
-    sizes = [(each["kind"], each["end"] - each["start"]) for one in sections for each in one]
-    planned = sum(size for kind, size in sizes if kind != "python")
-    if 2 * planned < sum(size for _, size in sizes):
-        return plain
-    return [PkPartition(tasks, _text(one)) for tasks, one in zip(packed, sections, strict=True)]
+    why = _too_little([each for one in sections for each in one])
+    return [
+        PkPartition(tasks, _text(one, why)) for tasks, one in zip(packed, sections, strict=True)
+    ]
+
+
+def _too_little(sections: Sequence[dict[str, Any]]) -> str:
+    """Return why Python should read the whole scan; empty = the JVM reads at least half (D2)."""
+    sizes = [(each["kind"] != "python", each["end"] - each["start"]) for each in sections]
+    planned, whole = sum(size for ours, size in sizes if ours), sum(size for _, size in sizes)
+    if 2 * planned >= whole:
+        return ""
+    reasons = sorted({each["why"] for each in sections if "why" in each})
+    return f"the JVM could read {planned} of {whole} offsets ({'; '.join(reasons)})"
 
 
 def _fetches(tasks: Sequence[Task], planner: Planner) -> dict[Range, dict[str, Any]]:
@@ -96,23 +107,23 @@ def plan_of(tasks: Sequence[Task], fetches: Mapping[Range, dict[str, Any]] | Non
     return _text([_section(task, (fetches or {}).get(task.range)) for task in tasks])
 
 
-def _text(sections: Sequence[dict[str, Any]]) -> str:
+def _text(sections: Sequence[dict[str, Any]], why: str = "") -> str:
     from pk.sparkconnector import columnar_jar  # not on executors: each unpickles a partition
 
-    return json.dumps(
-        {"v": VERSION, "build": columnar_jar.build_of_sources(), "sections": sections},
-        separators=(",", ":"),
-    )
+    found: dict[str, Any] = {"v": VERSION, "build": columnar_jar.build_of_sources()}
+    if why:
+        found["why"] = why
+    return json.dumps({**found, "sections": sections}, separators=(",", ":"))
 
 
 def _section(task: Task, fetch: dict[str, Any] | None) -> dict[str, Any]:
     one = task.range
     found: dict[str, Any] = {"kind": "python", **one._asdict(), "committed": task.read_committed}
     if task.cold is not None:
-        found |= _cold(task.cold)
-    elif fetch is not None:
-        found |= {"kind": "hot", **fetch}
-    return found
+        return found | _cold(task.cold)
+    if fetch is not None:
+        return found | {"kind": "hot", **fetch}
+    return found | {"why": "no address of a leader that the JVM can reach"}
 
 
 def _cold(cold: ColdRange) -> dict[str, Any]:
@@ -126,9 +137,11 @@ def _cold(cold: ColdRange) -> dict[str, Any]:
         "files": [_file(each) for each in cold.files],
     }
     root = local_root(cold.uri)
-    if root is not None and _in_offset_order(cold.files):
-        found |= {"kind": "cold", "root": root}
-    return found
+    if root is None:
+        return found | {"why": f"the table is on {cold.uri.partition(':')[0]}://"}
+    if not _in_offset_order(cold.files):
+        return found | {"why": "another engine wrote files of the table, or they overlap"}
+    return found | {"kind": "cold", "root": root}
 
 
 def _file(file: TierFile) -> dict[str, Any]:

@@ -56,9 +56,9 @@ def session(
     """A Spark session in which `format("pk")` and `format("delta")` work.
 
     master: as Spark's; None = Spark's default.  delta: have Delta's jars.  The jar of the columnar
-    reader is added if it was built (option `columnar` of a read uses it).  ui: start Spark's web
-    page.  conf: Spark settings, dots written as underscores (`spark_sql_shuffle_partitions=4`) or
-    as they are (`**{"spark.sql.shuffle.partitions": 4}`); they win over the defaults here.
+    reader is added if it was built; reads use it unless `columnar` is false.  ui: start Spark's
+    web page.  conf: Spark settings, dots written as underscores (`spark_sql_shuffle_partitions=4`)
+    or as they are (`**{"spark.sql.shuffle.partitions": 4}`); they win over the defaults here.
 
     Returns the active session if there is one, with pk registered in it.  Raises `JavaMissing`,
     `JarsMissing`.

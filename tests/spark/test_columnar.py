@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -165,8 +166,76 @@ def test_a_stream_reads_in_columns_what_python_plans(
         query = run_available(frame, tmp_path / "checkpoint", tmp_path / "rows")
         plan = query._jsq.explainInternal(False)
         assert ("ColumnarToRow" in plan) is (columnar == "true"), plan
+        if columnar == "true":
+            check_progress(query, topic)
     rows = seen(tmp_path / "rows")
     assert len(rows) == len(set(rows)) == 300
+
+
+def check_progress(query, topic: str) -> None:
+    """Each trigger's own counts, and the lag that is left after it, by partition."""
+    found = [each.sources[0].metrics for each in query.recentProgress if each.numInputRows]
+    assert len(found) == 2
+    assert [int(each["rowsInColumns"]) for each in found] == [60, 40]
+    assert [int(each["rowsFromLog"]) for each in found] == [60, 40]
+    assert all(int(each["bytesFromLog"]) > 500 for each in found)
+    assert {each["reader"] for each in found} == {"JVM, ranges of the log: 2"}
+    assert {each["rowsThroughPython"] for each in found} == {"0"}
+    assert [int(each["lagSum"]) for each in found] == [40, 0]
+    assert [int(each["lagMax"]) for each in found] == [
+        max(int(each[f"lag.{topic}-0"]), int(each[f"lag.{topic}-1"])) for each in found
+    ]
+
+
+def explained(frame) -> str:
+    """What `explain("formatted")` says about the reader."""
+    mode = frame.sparkSession._jvm.org.apache.spark.sql.execution.ExplainMode.fromString
+    frame._jdf.queryExecution().executedPlan()
+    plan = frame._jdf.queryExecution().explainString(mode("formatted"))
+    (found,) = [line.strip() for line in plan.splitlines() if line.startswith("Reader:")]
+    return found.removeprefix("Reader: ")
+
+
+def test_explain_and_metrics_say_which_way_the_rows_took(cluster, load, tiered) -> None:
+    topic, _ = tiered
+    frame = load(topic).select("value")  # the default, with the jar on the class path
+    files = re.fullmatch(r"JVM, ranges of the table: \d+", explained(frame))
+    assert files, explained(frame)
+    frame.collect()
+    counts = {name: leaf_of(frame).metrics().apply(name).value() for name in COUNTS}
+    assert counts["pkBytesFromTable"] > 1000
+    assert counts == {
+        **dict.fromkeys(COUNTS, 0), "pkBytesFromTable": counts["pkBytesFromTable"],
+        "pkRowsInColumns": 2102, "pkRowsFromTable": 2102,
+    }  # fmt: skip
+    hot = cluster.topic(1, tier_enable=False)
+    cluster.fill(hot, 50)
+    assert explained(load(hot)) == "JVM, ranges of the log: 1"
+
+
+COUNTS = (
+    "pkRowsInColumns", "pkRowsThroughPython", "pkRangesHandedToPython",
+    "pkRowsFromLog", "pkBytesFromLog", "pkRowsFromTable", "pkBytesFromTable",
+)  # fmt: skip
+
+
+def test_a_scan_that_python_reads_as_a_whole_says_why(spark, cluster, load) -> None:
+    """Another engine rewrote the files of the table."""
+    topic = cluster.topic(1, tier_max_lag_ms=200)
+    for _ in range(2):
+        cluster.fill(topic, 50)
+        cluster.wait(
+            "all is tiered", lambda: cluster.admin.describe_tier(topic).partitions[0].lag == 0
+        )
+    spark.sql(f"OPTIMIZE delta.`{unquote(urlsplit(cluster.admin.describe_tier(topic).uri).path)}`")
+    frame = load(topic)
+    assert explained(frame) == (
+        "Python: the JVM could read 0 of 100 offsets "
+        "(another engine wrote files of the table, or they overlap)"
+    )
+    rows, counts = rows_of(frame)
+    assert len(rows) == 100
+    assert counts == (0, 100, 0)
 
 
 def flipped(whole: bytes, at: int) -> bytes:

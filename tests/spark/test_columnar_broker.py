@@ -18,7 +18,7 @@ from java_compiler import needs_javac
 from pk.log import batch as batches
 from pk.log import columns
 from pk.settings import CONSUMER
-from pk.sparkconnector import plan, prepared_fetch
+from pk.sparkconnector import columnar_jar, plan, prepared_fetch
 from pk.sparkconnector.java import find_java
 from pk.sparkconnector.offsets import Range
 from pk.sparkconnector.planner import Task
@@ -155,6 +155,23 @@ def test_a_silent_broker_is_left_to_python(read) -> None:
         stream.recv(1)  # until the JVM closes the stream
 
     assert read(script) == ("failed", 6, [3, 4, 5])
+
+
+def test_a_plan_that_is_not_for_this_jar_is_no_plan(jvm) -> None:
+    """Rule S8: of another version, for another build, cut off, or with a reason of Python."""
+    text = plan.plan_of([Task(RANGE, True)])
+    build = columnar_jar.build_of_sources()
+    refused = {
+        text.replace('"v":1', '"v":2'): "its plan is of version 2, this jar knows 1",
+        text.replace(build, "0123"): f"its jar is of build {build}, the Python package expects 0123"
+        " (pk jars prints the right one)",
+        text[:-9]: "its plan is not JSON",
+        text.replace('"sections"', '"why":"too few","sections"'): "too few",
+    }
+    for sent, why in refused.items():
+        jvm.stdin.write(sent + "\n")
+        jvm.stdin.flush()
+        assert jvm.stdout.readline() == f"refused {why}\n"
 
 
 def test_credit_comes_back_for_what_was_read(read) -> None:

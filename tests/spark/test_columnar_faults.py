@@ -25,7 +25,8 @@ from tests.spark.test_columnar import leaf_of
 pytestmark = needs_javac
 
 SETTINGS = {
-    "broker_session_timeout_ms": 3000, "replica_lag_time_max_ms": 3000, "log_cleaner_backoff_ms": 50,
+    "broker_session_timeout_ms": 3000, "replica_lag_time_max_ms": 3000,
+    "log_cleaner_backoff_ms": 50,
 }  # fmt: skip
 CONFIGS = {"tier_enable": False, "min_insync_replicas": 1, "retention_ms": -1}
 PLACE = TopicPartition("big", 0)

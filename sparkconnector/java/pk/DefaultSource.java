@@ -5,7 +5,7 @@
 // nothing but the scan builder.  The inherited code finds, plans, reads and writes through Python.
 //
 // Local invariant
-//   F1  Without the switch (`columnar`, PK_SPARK_COLUMNAR), or when executors may lack the jar, Spark
+//   F1  With the switch off (`columnar`, PK_SPARK_COLUMNAR), or when executors may lack the jar, Spark
 //       gets its own scan builder, and no other class of this jar takes part in the query.
 package pk;
 
@@ -29,6 +29,12 @@ public final class DefaultSource extends PythonDataSourceV2 {
     // Spark passes the word that the query gave, which is also the name of the Python source.
     name = shortName;
     super.setShortName(shortName);
+  }
+
+  @Override
+  public StructType inferSchema(CaseInsensitiveStringMap options) {
+    // Spark keeps the Python source that it creates here, with its options.
+    return super.inferSchema(Switch.isOn(options) ? Switch.stated(options) : options);
   }
 
   @Override
@@ -56,7 +62,7 @@ public final class DefaultSource extends PythonDataSourceV2 {
       if (!Switch.isOn(options)) {
         return super.newScanBuilder(options); // F1
       }
-      return new ColumnarScanBuilder(source, name, full, options);
+      return new ColumnarScanBuilder(source, name, full, Switch.stated(options));
     }
   }
 }

@@ -208,14 +208,14 @@ def check_jars() -> Check:
 
 
 def check_columnar() -> Check:
-    """Say which way a read with the option `columnar` takes, and why."""
+    """Say which way a read takes, and why."""
     from pk.sparkconnector import columnar_jar
 
     problem = columnar_jar.problem()
     if problem:
         return Check("columnar reader", True, "no jar: every read goes through Python", problem)
     words = f"{columnar_jar.NAME}, build {columnar_jar.build_of_sources()}"
-    return Check("columnar reader", True, f"{words}: reads with columnar=true use it")
+    return Check("columnar reader", True, f"{words}: reads use it unless columnar=false")
 
 
 def diagnose(

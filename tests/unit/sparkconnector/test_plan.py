@@ -78,6 +78,18 @@ def test_what_the_jvm_may_read_in_columns() -> None:
     }
     planned = {name for name, task in found.items() if kinds(plan.plan_of([task])) == ["cold"]}
     assert planned == {"ours"}
+    whys = {
+        name: json.loads(plan.plan_of([task]))["sections"][0].get("why")
+        for name, task in found.items()
+    }
+    assert whys == {
+        "ours": None,
+        "overlapping": "another engine wrote files of the table, or they overlap",
+        "of another engine": "another engine wrote files of the table, or they overlap",
+        "without a number of rows": "another engine wrote files of the table, or they overlap",
+        "in a bucket": "the table is on s3://",
+        "hot": "no address of a leader that the JVM can reach",
+    }
     (section,) = json.loads(plan.plan_of([cold(0, 10)]))["sections"]
     assert section["root"] == "/tier/a b/id"
     assert section["files"][0]["crc"] == 0xC0FFEE
@@ -104,7 +116,13 @@ def test_a_scan_has_plans_for_all_partitions_or_for_none() -> None:
     assert all(one.plan for one in plan.partitions_of(packed, Planned(columnar=True)))
     assert not any(one.plan for one in plan.partitions_of(packed, Planned(columnar=False)))
     packed[1] = (hot(10, 15), hot(15, 21))
-    assert not any(one.plan for one in plan.partitions_of(packed, Planned(columnar=True)))
+    left = plan.partitions_of(packed, Planned(columnar=True))
+    assert {json.loads(one.plan)["why"] for one in left} == {
+        "the JVM could read 10 of 21 offsets (no address of a leader that the JVM can reach)"
+    }
+    assert [
+        pickle.loads(pickle.dumps(one)).tasks for one in left
+    ] == packed  # sparkconnector/plan D1
     some = plan.partitions_of(packed, Planned(columnar=True, leader_until=15))
     assert [kinds(one.plan) for one in some] == [["cold"], ["hot", "python"]]
     assert plan.partitions_of([], Planned(columnar=True)) == []

@@ -51,6 +51,7 @@ final class ColdSection implements Section {
   private VectorizedParquetRecordReader reader;
   private long last;
   private long position;
+  private long bytes;
 
   ColdSection(Plan.Section section, StructType required) {
     this.section = section;
@@ -126,6 +127,7 @@ final class ColdSection implements Section {
       if (footer.size == 0) {
         continue;
       }
+      bytes += footer.size;
       long rows = BYTES_MOST / Math.max(1, footer.rowBytes);
       int batch = (int) Math.max(ROWS_LEAST, Math.min(ROWS_MOST, rows));
       reader = new VectorizedParquetRecordReader(
@@ -206,6 +208,11 @@ final class ColdSection implements Section {
   @Override
   public long position() {
     return position;
+  }
+
+  @Override
+  public long bytes() {
+    return bytes;
   }
 
   @Override

@@ -30,6 +30,8 @@ final class ColumnarReader implements PartitionReader<ColumnarBatch> {
   private Section current;
   private boolean throughPython;
   private ColumnarBatch batch;
+  private long counted; // bytes of the current section in the metrics
+  private boolean closed;
 
   ColumnarReader(
       PlannedPartition partition, ColumnarReaderFactory factory, StructType required) {
@@ -50,19 +52,43 @@ final class ColumnarReader implements PartitionReader<ColumnarBatch> {
       }
       batch = advance();
       if (batch != null) {
-        metrics.returned(batch.numRows(), throughPython);
+        count(batch.numRows());
         return true;
       }
+      countBytes();
       current.close();
       current = null;
       next++;
     }
   }
 
+  private void count(int rows) {
+    if (throughPython) {
+      metrics.add(Metrics.Count.PYTHON, rows);
+      return;
+    }
+    metrics.add(Metrics.Count.COLUMNAR, rows);
+    metrics.add(isHot() ? Metrics.Count.LOG_ROWS : Metrics.Count.TABLE_ROWS, rows);
+  }
+
+  /** Counts the bytes of the current section that were not counted yet. */
+  private void countBytes() {
+    if (current != null && !throughPython) {
+      long now = current.bytes();
+      metrics.add(isHot() ? Metrics.Count.LOG_BYTES : Metrics.Count.TABLE_BYTES, now - counted);
+      counted = now;
+    }
+  }
+
+  private boolean isHot() {
+    return plan.sections.get(next).kind.equals("hot");
+  }
+
   /** Opens the next section. */
   private void begin() {
     Plan.Section one = plan.sections.get(next);
     throughPython = one.kind.equals("python");
+    counted = 0;
     if (throughPython) {
       current = python(one.start);
     } else {
@@ -95,6 +121,7 @@ final class ColumnarReader implements PartitionReader<ColumnarBatch> {
         throw cause;
       }
       long position = current.position();
+      countBytes();
       closeQuietly(current);
       handOver(plan.sections.get(next), position, cause);
       return current.next();
@@ -104,7 +131,7 @@ final class ColumnarReader implements PartitionReader<ColumnarBatch> {
   private void handOver(Plan.Section one, long position, Throwable cause) {
     LOG.info("{}-{}: Python reads from offset {} on: {}",
         one.topic, one.partition, position, cause.toString());
-    metrics.handedOver();
+    metrics.add(Metrics.Count.HANDED, 1);
     throughPython = true;
     current = python(position);
   }
@@ -122,11 +149,17 @@ final class ColumnarReader implements PartitionReader<ColumnarBatch> {
 
   @Override
   public CustomTaskMetric[] currentMetricsValues() {
+    countBytes();
     return metrics.values();
   }
 
   @Override
   public void close() throws IOException {
+    if (!closed) {
+      closed = true;
+      countBytes();
+      factory.ended(metrics);
+    }
     if (current != null) {
       current.close();
       current = null;

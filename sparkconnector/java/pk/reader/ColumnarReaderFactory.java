@@ -6,6 +6,7 @@ package pk.reader;
 
 import java.io.IOException;
 import java.util.ArrayList;
+import java.util.Arrays;
 import java.util.List;
 import org.apache.spark.sql.catalyst.InternalRow;
 import org.apache.spark.sql.catalyst.ProjectingInternalRow;
@@ -23,11 +24,22 @@ public final class ColumnarReaderFactory implements PartitionReaderFactory {
   private final PartitionReaderFactory python;
   private final StructType full;
   private final StructType required;
+  /** Of a stream; null for a batch, whose counts are in the plan's metrics alone. */
+  private final Metrics.Totals totals;
 
-  ColumnarReaderFactory(PartitionReaderFactory python, StructType full, StructType required) {
+  ColumnarReaderFactory(
+      PartitionReaderFactory python, StructType full, StructType required, Metrics.Totals totals) {
     this.python = python;
     this.full = full;
     this.required = required;
+    this.totals = totals;
+  }
+
+  /** Adds the counts of a task that ends to those of its stream. */
+  void ended(Metrics task) {
+    if (totals != null) {
+      totals.add(task);
+    }
   }
 
   @Override
@@ -40,19 +52,63 @@ public final class ColumnarReaderFactory implements PartitionReaderFactory {
     return new ColumnarReader((PlannedPartition) partition, this, required);
   }
 
+  /** Returns Spark's reader of the Python source, whose rows are counted. */
   @Override
   public PartitionReader<InternalRow> createReader(InputPartition partition) {
     InputPartition one =
         partition instanceof PlannedPartition
             ? ((PlannedPartition) partition).python(0, -1, -1)
             : partition;
-    return pythonRows(one);
+    return new Counted(pythonRows(one));
   }
 
   /** Returns Spark's reader of the Python source, with the columns that the query needs. */
   PartitionReader<InternalRow> pythonRows(InputPartition partition) {
     PartitionReader<InternalRow> all = python.createReader(partition);
     return full.equals(required) ? all : new Projected(all, ordinals());
+  }
+
+  /** Counts the rows of a scan that Python reads as a whole. */
+  private final class Counted implements PartitionReader<InternalRow> {
+    private final PartitionReader<InternalRow> rows;
+    private final Metrics metrics = new Metrics();
+    private boolean closed;
+
+    Counted(PartitionReader<InternalRow> rows) {
+      this.rows = rows;
+    }
+
+    @Override
+    public boolean next() throws IOException {
+      if (!rows.next()) {
+        return false;
+      }
+      metrics.add(Metrics.Count.PYTHON, 1);
+      return true;
+    }
+
+    @Override
+    public InternalRow get() {
+      return rows.get();
+    }
+
+    @Override
+    public CustomTaskMetric[] currentMetricsValues() {
+      CustomTaskMetric[] ours = metrics.values();
+      CustomTaskMetric[] theirs = rows.currentMetricsValues();
+      CustomTaskMetric[] found = Arrays.copyOf(theirs, theirs.length + ours.length);
+      System.arraycopy(ours, 0, found, theirs.length, ours.length);
+      return found;
+    }
+
+    @Override
+    public void close() throws IOException {
+      if (!closed) {
+        closed = true;
+        ended(metrics);
+      }
+      rows.close();
+    }
   }
 
   private List<Object> ordinals() {

@@ -24,6 +24,7 @@ public final class ColumnarScan implements Scan, SupportsMetadata {
   private final Scan inner;
   private final StructType full;
   private final StructType required;
+  private volatile String way = "JVM, where Python's plan allows it";
 
   ColumnarScan(Scan inner, StructType full, StructType required) {
     this.inner = inner;
@@ -78,7 +79,8 @@ public final class ColumnarScan implements Scan, SupportsMetadata {
         inner instanceof SupportsMetadata
             ? ((SupportsMetadata) inner).getMetaData()
             : Map$.MODULE$.<String, String>empty();
-    return found.updated("ReadSchema", required.simpleString());
+    Map<String, String> pruned = found.updated("ReadSchema", required.simpleString());
+    return pruned.updated("Reader", way);
   }
 
   private final class PlannedBatch implements Batch {
@@ -92,14 +94,16 @@ public final class ColumnarScan implements Scan, SupportsMetadata {
     @Override
     public InputPartition[] planInputPartitions() {
       if (planned == null) {
-        planned = PlannedPartition.wrap(batch.planInputPartitions());
+        PlannedPartition.Wrapped wrapped = PlannedPartition.wrap(batch.planInputPartitions());
+        planned = wrapped.partitions;
+        way = wrapped.way;
       }
       return planned;
     }
 
     @Override
     public PartitionReaderFactory createReaderFactory() {
-      return new ColumnarReaderFactory(batch.createReaderFactory(), full, required);
+      return new ColumnarReaderFactory(batch.createReaderFactory(), full, required, null);
     }
   }
 }

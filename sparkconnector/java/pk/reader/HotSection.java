@@ -36,6 +36,7 @@ final class HotSection implements Section {
   private long from; // the position that the current reply answers
   private long owed;
   private long position;
+  private long bytes;
 
   HotSection(Plan.Section section, StructType required) throws IOException {
     this.section = section;
@@ -100,6 +101,7 @@ final class HotSection implements Section {
       owed = 0;
     }
     stream.receive();
+    bytes += stream.frame.length;
     FetchReply reply = new FetchReply(stream.frame, stream.headAt, stream.payloadAt);
     long at = stream.payloadAt;
     batches = new ArrayList<>();
@@ -194,6 +196,11 @@ final class HotSection implements Section {
   @Override
   public long position() {
     return position;
+  }
+
+  @Override
+  public long bytes() {
+    return bytes;
   }
 
   @Override

@@ -1,96 +1,175 @@
-// What a scan says in Spark's SQL tab and in `executedPlan.metrics` about the way that its rows took.
+// What a scan says about the way that its rows took: in Spark's SQL tab, in `executedPlan.metrics`, and
+// in the progress of a stream.
 //
-// Spark creates the classes of the metrics by name to add up the tasks' values, so they are public and
-// their constructors take nothing.
+// Each task counts for itself.  Spark adds the counts of a query's tasks by the classes below, and creates
+// those by name, so they are public and their constructors take nothing.
+//
+// Local invariant
+//   M1  Of a task that failed, Spark adds nothing to a stream's totals.
 package pk.reader;
 
+import java.io.Serializable;
 import java.util.Arrays;
+import java.util.Map;
+import org.apache.spark.SparkContext;
 import org.apache.spark.sql.connector.metric.CustomMetric;
 import org.apache.spark.sql.connector.metric.CustomSumMetric;
 import org.apache.spark.sql.connector.metric.CustomTaskMetric;
+import org.apache.spark.util.LongAccumulator;
 
 public final class Metrics {
-  private static final String COLUMNAR = "pkRowsInColumns";
-  private static final String PYTHON = "pkRowsThroughPython";
-  private static final String HANDED = "pkRangesHandedToPython";
+  private final long[] counts = new long[Count.values().length];
 
-  private long columnar;
-  private long python;
-  private long handed;
+  /** What is counted: its name in a plan's metrics and in a progress, and its words in the SQL tab. */
+  enum Count {
+    COLUMNAR("pkRowsInColumns", "rowsInColumns", "rows read in columns"),
+    PYTHON("pkRowsThroughPython", "rowsThroughPython", "rows read through Python"),
+    HANDED("pkRangesHandedToPython", "rangesHandedToPython",
+        "ranges that Python read on after the JVM stopped"),
+    LOG_ROWS("pkRowsFromLog", "rowsFromLog", "rows read in columns from the log"),
+    LOG_BYTES("pkBytesFromLog", "bytesFromLog", "bytes received of the log"),
+    TABLE_ROWS("pkRowsFromTable", "rowsFromTable", "rows read in columns from the table"),
+    TABLE_BYTES("pkBytesFromTable", "bytesFromTable", "bytes of the table's files to read");
 
-  public static final class RowsInColumns extends CustomSumMetric {
-    @Override
-    public String name() {
-      return COLUMNAR;
-    }
+    final String metric;
+    final String inProgress;
+    final String words;
 
-    @Override
-    public String description() {
-      return "rows read in columns";
-    }
-  }
-
-  public static final class RowsThroughPython extends CustomSumMetric {
-    @Override
-    public String name() {
-      return PYTHON;
-    }
-
-    @Override
-    public String description() {
-      return "rows of a columnar scan read through Python";
+    Count(String metric, String inProgress, String words) {
+      this.metric = metric;
+      this.inProgress = inProgress;
+      this.words = words;
     }
   }
 
-  public static final class RangesHandedToPython extends CustomSumMetric {
+  private abstract static class Sum extends CustomSumMetric {
+    private final Count count;
+
+    Sum(Count count) {
+      this.count = count;
+    }
+
     @Override
     public String name() {
-      return HANDED;
+      return count.metric;
     }
 
     @Override
     public String description() {
-      return "ranges that Python read on after the JVM stopped";
+      return count.words;
+    }
+  }
+
+  public static final class RowsInColumns extends Sum {
+    public RowsInColumns() {
+      super(Count.COLUMNAR);
+    }
+  }
+
+  public static final class RowsThroughPython extends Sum {
+    public RowsThroughPython() {
+      super(Count.PYTHON);
+    }
+  }
+
+  public static final class RangesHandedToPython extends Sum {
+    public RangesHandedToPython() {
+      super(Count.HANDED);
+    }
+  }
+
+  public static final class RowsFromLog extends Sum {
+    public RowsFromLog() {
+      super(Count.LOG_ROWS);
+    }
+  }
+
+  public static final class BytesFromLog extends Sum {
+    public BytesFromLog() {
+      super(Count.LOG_BYTES);
+    }
+  }
+
+  public static final class RowsFromTable extends Sum {
+    public RowsFromTable() {
+      super(Count.TABLE_ROWS);
+    }
+  }
+
+  public static final class BytesFromTable extends Sum {
+    public BytesFromTable() {
+      super(Count.TABLE_BYTES);
     }
   }
 
   static CustomMetric[] with(CustomMetric[] others) {
-    CustomMetric[] found = Arrays.copyOf(others, others.length + 3);
-    found[others.length] = new RowsInColumns();
-    found[others.length + 1] = new RowsThroughPython();
-    found[others.length + 2] = new RangesHandedToPython();
+    CustomMetric[] ours = {
+      new RowsInColumns(), new RowsThroughPython(), new RangesHandedToPython(),
+      new RowsFromLog(), new BytesFromLog(), new RowsFromTable(), new BytesFromTable()
+    };
+    CustomMetric[] found = Arrays.copyOf(others, others.length + ours.length);
+    System.arraycopy(ours, 0, found, others.length, ours.length);
     return found;
   }
 
-  void returned(int rows, boolean throughPython) {
-    if (throughPython) {
-      python += rows;
-    } else {
-      columnar += rows;
-    }
-  }
-
-  void handedOver() {
-    handed++;
+  void add(Count count, long number) {
+    counts[count.ordinal()] += number;
   }
 
   CustomTaskMetric[] values() {
-    return new CustomTaskMetric[] {
-      value(COLUMNAR, columnar), value(PYTHON, python), value(HANDED, handed)
-    };
+    CustomTaskMetric[] found = new CustomTaskMetric[counts.length];
+    for (Count each : Count.values()) {
+      found[each.ordinal()] = new Value(each.metric, counts[each.ordinal()]);
+    }
+    return found;
   }
 
-  private static CustomTaskMetric value(String name, long value) {
-    return new CustomTaskMetric() {
-      @Override
-      public String name() {
-        return name;
-      }
+  private static final class Value implements CustomTaskMetric {
+    private final String name;
+    private final long value;
 
-      @Override
-      public long value() {
-        return value;
+    Value(String name, long value) {
+      this.name = name;
+      this.value = value;
+    }
+
+    @Override
+    public String name() {
+      return name;
+    }
+
+    @Override
+    public long value() {
+      return value;
+    }
+  }
+
+  /** The counts of all tasks of a stream, which executors add to when a task ends (M1). */
+  static final class Totals implements Serializable {
+    private static final long serialVersionUID = 1L;
+
+    private final LongAccumulator[] sums = new LongAccumulator[Count.values().length];
+    private transient long[] before = new long[sums.length];
+
+    Totals(SparkContext context) {
+      for (int at = 0; at < sums.length; at++) {
+        sums[at] = context.longAccumulator();
       }
-    };
+    }
+
+    void add(Metrics task) {
+      for (int at = 0; at < sums.length; at++) {
+        sums[at].add(task.counts[at]);
+      }
+    }
+
+    /** Puts what was counted since the last call; on the driver. */
+    void since(Map<String, String> into) {
+      for (Count each : Count.values()) {
+        long now = sums[each.ordinal()].value();
+        into.put(each.inProgress, Long.toString(now - before[each.ordinal()]));
+        before[each.ordinal()] = now;
+      }
+    }
   }
 }

@@ -4,7 +4,8 @@
 // partition of a topic: `cold` (files of the table), `hot` (a fetch from the leader), or `python`.
 //
 // Local invariant
-//   P1  A plan of another version, or made for another build of this jar, is no plan.
+//   P1  A plan of another version, or made for another build of this jar, is no plan.  Nor is one with a
+//       `why`: Python writes there why it reads the whole scan itself.
 package pk.reader;
 
 import com.fasterxml.jackson.databind.JsonNode;
@@ -35,6 +36,18 @@ final class Plan {
       end = found.path("end").asLong();
       details = found;
     }
+
+    /** Where the range is read; for one that Python reads, why. */
+    String inWords() {
+      switch (kind) {
+        case "hot":
+          return "of the log";
+        case "cold":
+          return "of the table";
+        default:
+          return "through Python (" + details.path("why").asText("it decided so") + ")";
+      }
+    }
   }
 
   private Plan(JsonNode found) {
@@ -43,28 +56,29 @@ final class Plan {
     }
   }
 
-  /** Returns whether this jar can follow the plan (P1). */
-  static boolean isUsable(String json) {
+  /** Returns why this jar cannot follow the plan; empty if it can (P1). */
+  static String problem(String json) {
     JsonNode found;
     try {
       found = JSON.readTree(json);
     } catch (Exception cause) {
-      return false;
+      return "its plan is not JSON";
     }
     if (found.path("v").asInt() != VERSION || found.path("sections").isEmpty()) {
-      return false;
+      return "its plan is of version " + found.path("v").asText() + ", this jar knows " + VERSION;
     }
     String build = found.path("build").asText();
     if (!build.equals(Switch.BUILD)) {
-      Switch.warnOnce(
+      String why =
           "its jar is of build " + Switch.BUILD + ", the Python package expects " + build
-              + " (pk jars prints the right one)");
-      return false;
+              + " (pk jars prints the right one)";
+      Switch.warnOnce(why);
+      return why;
     }
-    return true;
+    return found.path("why").asText();
   }
 
-  /** Parses a plan that `isUsable` accepted. */
+  /** Parses a plan that has no `problem`. */
   static Plan parse(String json) {
     try {
       return new Plan(JSON.readTree(json));

@@ -1,6 +1,10 @@
 // A partition of the Python source together with the plan that Python put into its pickle.
 package pk.reader;
 
+import java.util.ArrayList;
+import java.util.List;
+import java.util.Map;
+import java.util.TreeMap;
 import org.apache.spark.sql.connector.read.InputPartition;
 import org.apache.spark.sql.execution.datasources.v2.python.PythonInputPartition;
 import org.apache.spark.sql.execution.datasources.v2.python.PythonStreamingInputPartition;
@@ -19,14 +23,30 @@ public final class PlannedPartition implements InputPartition {
     this.streaming = streaming;
   }
 
+  /** The partitions for Spark, and for `explain` the way that their rows will take. */
+  static final class Wrapped {
+    final InputPartition[] partitions;
+    final String way;
+
+    Wrapped(InputPartition[] partitions, String way) {
+      this.partitions = partitions;
+      this.way = way;
+    }
+  }
+
   /** Returns the partitions with their plans, or unchanged if one of them has none (G2). */
-  static InputPartition[] wrap(InputPartition[] found) {
+  static Wrapped wrap(InputPartition[] found) {
     InputPartition[] planned = new InputPartition[found.length];
+    Map<String, Integer> kinds = new TreeMap<>();
     for (int at = 0; at < found.length; at++) {
       byte[] pickle = pickleOf(found[at]);
       String json = pickle == null ? null : Pickles.planIn(pickle);
-      if (json == null || !Plan.isUsable(json)) {
-        return found;
+      String problem = json == null ? "Python made no plan" : Plan.problem(json);
+      if (!problem.isEmpty()) {
+        return new Wrapped(found, "Python: " + problem);
+      }
+      for (Plan.Section each : Plan.parse(json).sections) {
+        kinds.merge(each.inWords(), 1, Integer::sum);
       }
       planned[at] =
           found[at] instanceof PythonInputPartition
@@ -34,7 +54,10 @@ public final class PlannedPartition implements InputPartition {
               : new PlannedPartition(
                   json, ((PythonStreamingInputPartition) found[at]).index(), true);
     }
-    return planned;
+    List<String> words = new ArrayList<>();
+    kinds.forEach((kind, count) -> words.add(kind + ": " + count));
+    return new Wrapped(
+        planned, found.length == 0 ? "nothing to read" : "JVM, ranges " + String.join(", ", words));
   }
 
   private static byte[] pickleOf(InputPartition one) {

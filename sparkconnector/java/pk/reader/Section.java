@@ -12,4 +12,7 @@ interface Section extends Closeable {
 
   /** Returns the offset below which everything was returned by `next`. */
   long position();
+
+  /** Returns how many bytes of the log were received, or of the table's files chosen, so far. */
+  long bytes();
 }

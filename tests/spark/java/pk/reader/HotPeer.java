@@ -1,7 +1,7 @@
 // Reads hot sections for tests/spark/test_columnar_broker.py, without Spark around it.
 //
 // stdin: a plan on each line.  stdout: for its first section one line: `end` or `failed`, the position, and
-// the offsets of the rows that were returned.
+// the offsets of the rows that were returned; for a plan that the jar does not follow, `refused` and why.
 package pk.reader;
 
 import java.io.BufferedReader;
@@ -22,6 +22,12 @@ public final class HotPeer {
   public static void main(String[] arguments) throws IOException {
     BufferedReader in = new BufferedReader(new InputStreamReader(System.in));
     for (String line = in.readLine(); line != null; line = in.readLine()) {
+      String problem = Plan.problem(line);
+      if (!problem.isEmpty()) {
+        System.out.println("refused " + problem);
+        System.out.flush();
+        continue;
+      }
       Plan.Section section = Plan.parse(line).sections.get(0);
       StringBuilder offsets = new StringBuilder();
       long position = section.start;
