@@ -4,8 +4,8 @@ Nearly all CPU time of a start is imports, and the roles share most modules
 (docs/design/0028-node-starts.md).
 
     supervisor ──fork──► fork server ──fork──► (ends at once) ──fork──► broker, controller, tier
-         ▲                                                                    │
-         └──────────────────────── its parent from then on ───────────────────┘
+
+    supervisor ─────────────────── the parent from then on ───────────► broker, controller, tier
 
 The supervisor forks the fork server before it opens a file or starts a loop or a thread.  Later it
 sends one message for each process, `{"role", "run"}` with the descriptor of a pipe, and receives
