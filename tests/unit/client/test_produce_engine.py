@@ -48,8 +48,11 @@ class Bench:
 
         return await self.sim.spawn("client", build())
 
-    def encode_slowly(self, rng: random.Random) -> list[int]:
-        """Make the compression of each frame slow; return a list of how many ran at once."""
+    def encode_slowly(self, rng: random.Random, small_ms: int = 0) -> list[int]:
+        """Make the compression of each frame slow; return a list of how many ran at once.
+
+        small_ms: how much longer a batch of less than 1,000 bytes takes
+        """
         at_once: list[int] = []
         running: list[Any] = []
 
@@ -59,7 +62,8 @@ class Bench:
             running.append(batch)
             at_once.append(len(running))
             try:
-                await self.world.clock.sleep_ms(rng.randint(0, 20))
+                more_ms = small_ms if batch.size < 1_000 else 0
+                await self.world.clock.sleep_ms(rng.randint(0, 20) + more_ms)
                 return work()
             finally:
                 running.remove(batch)

@@ -45,7 +45,7 @@ def test_a_small_request_behind_a_large_one_is_not_encoded_twice_at_once(
     """client/produce_engine E2: a thread may encode it already, ahead of its turn."""
     b = bench(compression="lz4", linger_ms=0, batch_size=50_000)
     b.cluster.create("t")
-    b.encode_slowly(random.Random(1))
+    b.encode_slowly(random.Random(1), small_ms=200)
     begun: list[bool] = []
     real = produce_engine.ProduceConnection._encode
 
