@@ -12,6 +12,12 @@ from pyspark.sql import functions as fn
 from pk import Producer
 
 
+@pytest.fixture(params=["true", "false"], ids=["columns", "python"])
+def load(request, load):
+    """`load` on each way: in the JVM, and through Python."""
+    return lambda topic, **options: load(topic, columnar=request.param, **options)
+
+
 def rows_of(frame) -> list[tuple]:
     """Return rows in the form of Cluster.consumed."""
     found = []

@@ -71,22 +71,24 @@ def test_a_trigger_over_many_small_partitions_has_few_tasks(spark, cluster, tmp_
     assert tasks[-1] == 24
 
 
+@pytest.mark.parametrize("ways", [("true", "false"), ("false", "true")], ids=["jvm", "python"])
 def test_a_batch_that_was_not_committed_is_read_again_alike(
-    spark, cluster, tmp_path, run_available, seen
+    spark, cluster, tmp_path, run_available, seen, ways
 ):
     """A crash between the offset log and the commit: the same range is read again, without a gap
-    and with the same end.
+    and with the same end, though once in the JVM and once through Python.
     """
+    first, second = ways
     topic = cluster.topic(2, tier_enable=False)
     cluster.fill(topic, 300)
-    run_available(stream(spark, cluster, topic), tmp_path / "checkpoint", tmp_path / "first")
+    frame = stream(spark, cluster, topic, columnar=first)
+    run_available(frame, tmp_path / "checkpoint", tmp_path / "first")
     before = (tmp_path / "checkpoint" / "offsets" / "0").read_text()
     for name in (tmp_path / "checkpoint" / "commits").iterdir():
         name.unlink()
     cluster.fill(topic, 100)
-    query = run_available(
-        stream(spark, cluster, topic), tmp_path / "checkpoint", tmp_path / "second"
-    )
+    frame = stream(spark, cluster, topic, columnar=second)
+    query = run_available(frame, tmp_path / "checkpoint", tmp_path / "second")
     assert (tmp_path / "checkpoint" / "offsets" / "0").read_text() == before
     assert [p.numInputRows for p in query.recentProgress if p.numInputRows] == [300, 100]
     ends = cluster.admin.offsets(topic)
