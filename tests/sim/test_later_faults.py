@@ -92,7 +92,7 @@ def test_a_wish_that_is_forgotten_with_its_answer_is_a_violation() -> None:
 
 
 def test_brokers_die_while_a_log_is_begun_anew() -> None:
-    report = executed(1, "crash_anew", "replace_disk", "kill_leader", configs=TIERED)
+    report = executed(8, "crash_anew", "replace_disk", "kill_leader", configs=TIERED)
     assert not report.violation, report.line
     assert report.counts["deaths anew"]
 
