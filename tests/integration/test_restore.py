@@ -105,7 +105,10 @@ def put_back(tier: Path, address: str) -> None:
 
 
 def files(tier: Path) -> dict[str, int]:
-    return {str(path): path.stat().st_mtime_ns for path in tier.rglob("*") if path.is_file()}
+    """Return the files of a tier and their times, without the copies that a live cluster makes."""
+    copies = {"metadata", "offsets"}
+    found = [path for path in tier.rglob("*") if copies.isdisjoint(path.relative_to(tier).parts)]
+    return {str(path): path.stat().st_mtime_ns for path in found if path.is_file()}
 
 
 def dry_run(tier: Path, server: EmbeddedServer) -> dict[str, Any]:
