@@ -1,9 +1,9 @@
 """Rounds in Spark: one session per role and run, warmed by an untimed pass; each is stopped while
 the other is timed.
 
-pk's connector runs with its defaults.  The options `columns="value"` and `columnar="true"` (the
-reader in the JVM) are modes of their own, reported beside them.  Kafka's connector gets the tuned
-settings of Kafka's clients (kafka/*.properties).
+pk's connector runs with its defaults, so the reader in the JVM reads.  The options
+`columns="value"` and `columnar="false"` (Python tasks read) are modes of their own, reported beside
+them.  Kafka's connector gets the tuned settings of Kafka's clients (kafka/*.properties).
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def source(side: Side, role: str, topic: str, mode: str, *, tuned: bool = True) 
     if role == "pk":
         if mode == "columns":
             options["columns"] = "value"
-        elif mode == "columnar":
-            options["columnar"] = "true"
+        elif mode == "python":
+            options["columnar"] = "false"
         return {"format": "pk", "options": {"pk.bootstrap.servers": side.address, **options}}
     bulk = properties("consumer.properties") if tuned else {}
     options |= {"kafka.bootstrap.servers": side.address}
