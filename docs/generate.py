@@ -11,6 +11,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import readme_figures
+
 from pk import errors, settings, units
 from pk.client import options as client_options
 from pk.server.replica import state as replica_state
@@ -191,6 +193,7 @@ def option_types() -> str:
 
 
 PAGES = {
+    "../README.md": readme_figures.page,
     "../client/option_types.py": option_types,
     "settings.md": settings_page,
     "errors.md": errors_page,
