@@ -6,7 +6,9 @@ machine, or the controller that leads, decides what is written.
 Invariants
   W4  The log is shortened, and snapshots are replaced, under the lock of the writes.
   W5  `quorum-state` never notes a synced end beyond the end of the log.  Records that a truncation
-      removed must not be taken for damage at the next start.
+      removed must not be taken for damage at the next start.  After a truncation that a full disk
+      stopped (`PartitionLog.torn`) the log in memory has records that its file may lack: they are
+      not noted.
   W8  The writer notes a level of formats in `quorum-state`, SYNCED, before it writes the first byte
       of that level to the log or to a snapshot (rule Q6).  The record that sets the level is such a
       byte.  So an older build refuses the directory.  If the note finds no space, the level is not
@@ -63,6 +65,7 @@ class LogWriter(Generic[R]):
         self._voters = voters
         self._vote = vote  #: as it is saved
         self._noted = 0  #: the synced end that is saved beside it
+        self._cut_end = 0  #: where the last truncation cut, finished or not
         self._level = 0  #: the level of formats that is saved beside it (W8)
         self._synced = synced
         #: Records that the quorum appended and that the term has not read yet.
@@ -88,7 +91,8 @@ class LogWriter(Generic[R]):
         self._save_at(vote, max(self._level, self._voters.level))
 
     def _save_at(self, vote: Vote, level: int) -> None:
-        synced_end = self.log.flush()
+        log = self.log
+        synced_end = min(log.synced_end, self._cut_end) if log.torn else log.flush()  # W5
         self._disk.storage.replace_file(QUORUM_STATE, state_bytes(vote, synced_end, level))
         self._vote, self._noted, self._level = vote, synced_end, level
 
@@ -199,7 +203,7 @@ class LogWriter(Generic[R]):
 
     def _cut(self, end: int) -> None:
         """Lower the noted synced end, then truncate (W5)."""
-        log = self.log
+        log, self._cut_end = self.log, end
         if end < log.synced_end:
             self._disk.storage.replace_file(
                 QUORUM_STATE, state_bytes(self._vote, end, max(self._level, self._voters.level))

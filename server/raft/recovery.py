@@ -167,7 +167,11 @@ def _whole_end(storage: Storage) -> int:
 
 
 def close_log(storage: Storage, log: PartitionLog, vote: Vote, clean: bool, level: int = 1) -> None:
-    """Close the log; a clean stop notes its end (O2).  Raises `StorageFull`, `StorageFailed`."""
+    """Close the log; a clean stop notes its end (O2).  Raises `StorageFull`, `StorageFailed`.
+
+    A torn log is closed as after a kill: its end is not known (raft/log_writer W5).
+    """
+    clean = clean and not log.torn
     log.close(clean)
     if clean:
         # On a full disk the former note stays; damage above it is then judged as after a kill.

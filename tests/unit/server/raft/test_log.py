@@ -293,6 +293,35 @@ def test_a_log_that_was_cut_is_not_damaged() -> None:
     assert again.epoch > vote.epoch, "the vote is not forgotten with the records"
 
 
+@pytest.mark.parametrize("after", ["vote", "note", "close"])
+def test_a_cut_that_a_full_disk_stopped_is_not_damage(
+    after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """raft/log_writer W5: the file is cut, the log in memory is not yet, and its end is noted."""
+    disk, log, _ = committed("kept", "only here")
+    kept, vote = log.end - 1, Vote(log.epoch, 1, "d")
+    replace = disk.storage.replace_file
+
+    def full(path: str, data: bytes) -> None:
+        if path.endswith("leader-epoch-checkpoint"):
+            raise errors.StorageFull(f"no space for {path}")
+        replace(path, data)
+
+    monkeypatch.setattr(disk.storage, "replace_file", full)
+    with pytest.raises(errors.StorageFull):
+        disk.world.run(log.write([TruncateTo(0, kept)], Level.SYNCED))
+    if after == "vote":
+        disk.world.run(log.write([SaveVote(vote)], Level.SYNCED))
+    elif after == "note":
+        disk.world.run(_wait(20_000))
+    else:
+        disk.world.run(log.close())
+    assert saved(disk)[1] == kept
+    monkeypatch.undo()
+    disk.storage.crash()
+    assert names(disk, disk.open()) == ["kept"]
+
+
 def test_what_a_deposed_leader_had_decided_and_not_written_is_undone() -> None:
     """raft/log W2: otherwise its next fetch would begin behind records that no other log has."""
     disk = Disk()
