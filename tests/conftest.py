@@ -16,6 +16,9 @@ from xdist.scheduler import LoadScopeScheduling
 #: Tests that start a JVM: one at a time, and those of tests/spark share a session.
 JVM = ("tests/spark/", "tests/integration/test_demo.py", "tests/integration/test_readme.py")
 
+#: Markers of tests that start real nodes.
+REAL = ("integration", "spark", "s3", "chaos")
+
 # A deadline would measure the machine, not the code.  A failure prints how to reproduce it.
 _COMMON = {
     "deadline": None,
@@ -54,6 +57,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     long = {scope_of(item.nodeid) for item in items if item.get_closest_marker("long")}
     items.sort(key=lambda item: scope_of(item.nodeid) not in long)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Real nodes are forked from a process that has loaded pk, unless a test is `executed`."""
+    if "pk.cli.embedded" in sys.modules and any(map(item.get_closest_marker, REAL)):
+        node_starts = importlib.import_module("node_starts")
+        node_starts.install()
+        node_starts.STARTS.executed = item.get_closest_marker("executed") is not None
 
 
 class FailuresAtOnce:
