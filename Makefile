@@ -106,6 +106,10 @@ sim-long: $(VENV)/.ready ## a campaign of simulated clusters (SEEDS=), resumable
 canaries: $(VENV)/.ready ## look again for the seeds that notice what is broken on purpose
 	$(PY) -m pk.sim.canaries $(ARGS)
 
+.PHONY: canaries-faster
+canaries-faster: $(VENV)/.ready ## look for seeds that notice a canary in less CPU time than the recorded ones
+	$(PY) tests/sim/faster_canaries.py $(ARGS)
+
 .PHONY: chaos
 chaos: $(VENV)/.ready ## 50 rounds of kill -9 under load (ROUNDS=, SEED=); a verdict table
 	$(PY) tests/chaos/run.py --rounds $(or $(ROUNDS),50) $(if $(SEED),--seed $(SEED)) $(ARGS)
