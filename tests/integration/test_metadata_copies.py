@@ -5,15 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from metadata_copy import copied
 from real_cluster import until
 
 from pk import AdminClient
 from pk.cli.embedded import EmbeddedServer
-from pk.server.metadata import snapshot
 from pk.server.metadata.image import MetadataImage
-from pk.server.raft.snapshot_framing import check
 from pk.tiering import cluster_directory
-from pk.tiering.metadata_copies import metadata_directory
 
 pytestmark = pytest.mark.integration
 
@@ -24,25 +22,9 @@ SETTINGS = {
 }
 
 
-def copied(tier: Path) -> MetadataImage:
-    """The metadata that a restore reads from the store; none while a copy is being replaced."""
-    image = MetadataImage()
-    copies = sorted((tier / metadata_directory("c")).glob("*.checkpoint"))
-    if copies:
-        try:
-            raw = copies[-1].read_bytes()
-        except FileNotFoundError:  # the node has written the next copy and removed this one
-            return image
-        check(raw)
-        for rows in snapshot.batches_of(raw):
-            for offset, record in rows:
-                image.apply(offset, record)
-    return image
-
-
 def copied_topic(tier: Path, name: str) -> MetadataImage | None:
     """The metadata in the store once they have the topic."""
-    image = copied(tier)
+    image = copied(tier, "c")
     return image if name in image.topic_ids else None
 
 
