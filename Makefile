@@ -28,6 +28,8 @@ SPREAD := -n 2 --dist worksteal
 REAL_SPREAD := -n 2 --dist loadfile
 FAST := $(wildcard tests/unit tests/contract tests/property tests/sim tests/soak tests/chaos tests/jepsen)
 REAL := $(wildcard tests/contract tests/integration tests/spark tests/s3 tests/chaos tests/audit tests/eos tests/groups tests/jepsen tests/spark_exactly_once tests/golden tests/soak)
+# Few files: the others need not be collected again.
+ALONE = $(shell grep -rl --include='test_*.py' 'mark\.alone' $(REAL))
 PLAIN := not s3 and not spark and not chaos and not peer
 PROCESSES := (integration or spark or s3 or chaos) and not peer
 
@@ -56,7 +58,7 @@ test-fast: $(VENV)/.ready
 .PHONY: test-real
 test-real: $(VENV)/.jars s3-server
 	$(PYTEST) $(REAL_SPREAD) $(REAL) -m "$(PROCESSES) and not alone"
-	$(PYTEST) $(REAL) -m "$(PROCESSES) and alone"
+	$(PYTEST) $(ALONE) -m "$(PROCESSES) and alone"
 
 .PHONY: test-unit
 test-unit: $(VENV)/.ready ## pure parts, contracts, properties, simulation (no process, no JVM)
@@ -66,7 +68,7 @@ test-unit: $(VENV)/.ready ## pure parts, contracts, properties, simulation (no p
 test-integration: $(VENV)/.ready ## whole clusters: simulated from seeds, and real processes
 	$(PYTEST) $(SPREAD) $(FAST) -m "$(PLAIN) and sim and not integration"
 	$(PYTEST) $(REAL_SPREAD) $(REAL) -m "$(PLAIN) and integration and not alone"
-	$(PYTEST) $(REAL) -m "$(PLAIN) and integration and alone"
+	$(PYTEST) $(ALONE) -m "$(PLAIN) and integration and alone"
 
 .PHONY: test-spark
 test-spark: $(VENV)/.jars ## Spark source and sink, Delta tables read by Spark
@@ -103,6 +105,10 @@ sim-long: $(VENV)/.ready ## a campaign of simulated clusters (SEEDS=), resumable
 .PHONY: canaries
 canaries: $(VENV)/.ready ## look again for the seeds that notice what is broken on purpose
 	$(PY) -m pk.sim.canaries $(ARGS)
+
+.PHONY: canaries-faster
+canaries-faster: $(VENV)/.ready ## look for seeds that notice a canary in less CPU time than the recorded ones
+	$(PY) tests/sim/faster_canaries.py $(ARGS)
 
 .PHONY: chaos
 chaos: $(VENV)/.ready ## 50 rounds of kill -9 under load (ROUNDS=, SEED=); a verdict table

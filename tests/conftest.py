@@ -16,6 +16,9 @@ from xdist.scheduler import LoadScopeScheduling
 #: Tests that start a JVM: one at a time, and those of tests/spark share a session.
 JVM = ("tests/spark/", "tests/integration/test_demo.py", "tests/integration/test_readme.py")
 
+#: Markers of tests that start real nodes.
+REAL = ("integration", "spark", "s3", "chaos")
+
 # A deadline would measure the machine, not the code.  A failure prints how to reproduce it.
 _COMMON = {
     "deadline": None,
@@ -56,6 +59,62 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: scope_of(item.nodeid) not in long)
 
 
+def cpu_s() -> tuple[float, float]:
+    """Return the CPU seconds of this process, and of its children that have ended."""
+    spent = os.times()
+    return spent.user + spent.system, spent.children_user + spent.children_system
+
+
+CPU_BEFORE = pytest.StashKey[tuple[float, float]]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Real nodes are forked from a process that has loaded pk, unless a test is `executed`."""
+    item.stash[CPU_BEFORE] = cpu_s()
+    if "pk.cli.embedded" in sys.modules and any(map(item.get_closest_marker, REAL)):
+        node_starts = importlib.import_module("node_starts")
+        node_starts.install()
+        node_starts.STARTS.executed = item.get_closest_marker("executed") is not None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Any:
+    """Add what a test cost to its last report, which xdist sends to the process that prints."""
+    report = yield
+    if call.when == "teardown" and CPU_BEFORE in item.stash:
+        spent = [now - then for now, then in zip(cpu_s(), item.stash[CPU_BEFORE], strict=True)]
+        report.user_properties.append(("cpu_s", spent))
+    return report
+
+
+class CpuTimes:
+    """Prints which files took the most CPU time: on a machine that is busy, durations do not say.
+
+    A child counts in the test in which it was waited for.
+    """
+
+    SHOWN, LEAST_S = 25, 300.0
+
+    def __init__(self) -> None:
+        self.files: dict[str, list[float]] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        for name, spent in report.user_properties:
+            if name == "cpu_s" and report.when == "teardown":
+                own, children = self.files.get(report.location[0], (0.0, 0.0))
+                self.files[report.location[0]] = [own + spent[0], children + spent[1]]
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        total = [sum(column) for column in zip(*self.files.values(), strict=True)]
+        if sum(total) < self.LEAST_S:
+            return
+        terminalreporter.section("CPU seconds: tests, their children")
+        most = sorted(self.files.items(), key=lambda each: -sum(each[1]))[: self.SHOWN]
+        for path, (own, children) in [("all files", total), *most]:
+            terminalreporter.write_line(f"{own:8.1f} {children:8.1f}  {path}")
+
+
 class FailuresAtOnce:
     """Prints a failure when it happens.
 
@@ -88,6 +147,7 @@ class FailuresAtOnce:
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # a worker of xdist reports to the process that prints
         config.pluginmanager.register(FailuresAtOnce(config))
+        config.pluginmanager.register(CpuTimes())
 
 
 def scope_of(nodeid: str) -> str:

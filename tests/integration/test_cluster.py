@@ -16,7 +16,7 @@ from real_cluster import close, run, until
 from pk.cli.embedded import EmbeddedCluster, pk_command
 from pk.client.admin import AdminClient, NewTopic, QuorumDescription
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.executed]
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from pk import AdminClient, Producer
 from pk.cli.embedded import ReservedPorts, ServerProcess
 from pk.clock import block_s, monotonic_s
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.executed]
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "examples" / "deploy"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from real_cluster import run
 
 from pk import AdminClient, Consumer, Producer, TopicPartition, errors
 from pk.cli.embedded import EmbeddedServer, ReservedPorts
@@ -114,12 +114,9 @@ def unmounted(place: Path) -> None:
 
 def check_visible(node: Node, topic: str, bad: Path) -> None:
     """Check what an operator sees: the command line, the metrics, the log."""
-    told = subprocess.run(
-        [sys.executable, "-m", "pk.cli", "topics", "describe", topic, "--bootstrap", node.address],
-        capture_output=True, text=True, timeout=PATIENCE_S, check=True,
-    )  # fmt: skip
-    assert "partition 0: " in told.stdout
-    assert str(bad) in " ".join(told.stdout.split())
+    told = run(["topics", "describe", topic, "--bootstrap", node.address])
+    assert "partition 0: " in told
+    assert str(bad) in " ".join(told.split())
     until(lambda: node.metric("pk_offline_directories") == 1)
     assert node.metric('pk_partitions{state="offline"}') == 1
     assert "directory_offline" in node.log

@@ -14,6 +14,8 @@ import pytest
 from pk import errors
 from pk.cli.embedded import EmbeddedServer
 
+pytestmark = [pytest.mark.integration, pytest.mark.executed]
+
 OWNER = """
 import json, sys
 from pathlib import Path
@@ -25,7 +27,6 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.integration
 def test_the_server_dies_with_its_owner(tmp_path: Path) -> None:
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -38,7 +39,6 @@ def test_the_server_dies_with_its_owner(tmp_path: Path) -> None:
     EmbeddedServer(tmp_path).wait_gone(pids, timeout_s=30)
 
 
-@pytest.mark.integration
 def test_start_stop_start_on_the_same_port(tmp_path: Path) -> None:
     server = EmbeddedServer(tmp_path)
     first = server.start()["address"]
@@ -51,7 +51,6 @@ def test_start_stop_start_on_the_same_port(tmp_path: Path) -> None:
         assert server.stop() == 0
 
 
-@pytest.mark.integration
 def test_the_servers_own_error_comes_out(tmp_path: Path) -> None:
     with EmbeddedServer(tmp_path), pytest.raises(errors.DirectoryLocked):
         EmbeddedServer(tmp_path).start()

@@ -5,15 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from metadata_copy import copied
 from real_cluster import until
 
 from pk import AdminClient
 from pk.cli.embedded import EmbeddedServer
-from pk.server.metadata import snapshot
 from pk.server.metadata.image import MetadataImage
-from pk.server.raft.snapshot_framing import check
 from pk.tiering import cluster_directory
-from pk.tiering.metadata_copies import metadata_directory
 
 pytestmark = pytest.mark.integration
 
@@ -24,17 +22,10 @@ SETTINGS = {
 }
 
 
-def copied(tier: Path) -> MetadataImage:
-    """The metadata that a restore reads from the store."""
-    image = MetadataImage()
-    copies = sorted((tier / metadata_directory("c")).glob("*.checkpoint"))
-    if copies:
-        raw = copies[-1].read_bytes()
-        check(raw)
-        for rows in snapshot.batches_of(raw):
-            for offset, record in rows:
-                image.apply(offset, record)
-    return image
+def copied_topic(tier: Path, name: str) -> MetadataImage | None:
+    """The metadata in the store once they have the topic."""
+    image = copied(tier, "c")
+    return image if name in image.topic_ids else None
 
 
 def files(tier: Path) -> dict[str, bytes]:
@@ -52,8 +43,7 @@ def test_metadata_reach_the_tier_and_another_cluster_of_the_same_id_leaves_them(
         with AdminClient(server.address) as admin:
             admin.create_topic("t", partitions=3, configs={"retention_ms": "70000"})
             topic_id = admin.describe_topics(["t"])[0].topic_id
-        until(lambda: "t" in copied(tier).topic_ids, "the topic is in the tier")
-        image = copied(tier)
+        image = until(lambda: copied_topic(tier, "t"), "the topic is in the tier")
         assert image.topic_ids["t"] == topic_id
         assert list(image.topics[topic_id].partitions) == [0, 1, 2]
         assert image.topic_config("t")["retention_ms"] == 70_000

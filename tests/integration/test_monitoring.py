@@ -15,7 +15,7 @@ import yaml
 from pk import AdminClient, Consumer, Producer, TopicPartition
 from pk.cli.embedded import EmbeddedServer, ReservedPorts
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.executed]
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "monitoring"
 #: What Prometheus adds to a target.

@@ -6,14 +6,12 @@ Tasks are `TaskProducer`s, and the driver is a `BatchCommitter`.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from real_cluster import until, values
+from real_cluster import run, until, values
 
 from pk import AdminClient, Producer, errors
 from pk.cli.embedded import EmbeddedCluster, EmbeddedServer
@@ -174,12 +172,8 @@ def test_a_batch_whose_tasks_died_lets_the_stable_offset_go(server: EmbeddedServ
 
 def pk(address: str, *arguments: str) -> Any:
     """Return the transactions that a `pk transactions` command prints."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pk.cli", "transactions", *arguments, "--bootstrap", address,
-         "--json"],
-        capture_output=True, text=True, timeout=WAIT_S, check=True,
-    )  # fmt: skip
-    return json.loads(done.stdout)["transactions"]
+    text = run(["transactions", *arguments, "--bootstrap", address, "--json"])
+    return json.loads(text)["transactions"]
 
 
 def described(address: str, job: str, topic: str, *joined: wire.JoinTransactionReply) -> None:

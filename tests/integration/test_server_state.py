@@ -15,18 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from node_starts import completed
 
 from pk import errors
+from pk.cli.embedded import pk_command
 from pk.server.node import running
 
 pytestmark = pytest.mark.integration
 
 
 def pk(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "pk.cli", *arguments],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    return completed(pk_command(*arguments), 120)
 
 
 def status(home: Path, *more: str) -> tuple[int, dict[str, Any]]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import node_starts
 from judging import bugs
 from versitygw import S3Server, find_binary, free_port
 
@@ -63,7 +64,8 @@ def options(doc: str | None, short: str) -> argparse.ArgumentParser:
 
 
 def begun(given: argparse.Namespace, name: str) -> Path:
-    """Print the seed; return the directory of the run."""
+    """Print the seed; return the directory of the run.  Its nodes are forked (node_starts.py)."""
+    node_starts.install()
     folder: Path = given.dir or Path(tempfile.mkdtemp(prefix=f"pk-{name}-"))
     folder.mkdir(parents=True, exist_ok=True)
     print(f"SEED {given.seed}, {folder}", flush=True)

@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import Any
 
 import pytest
 from deltalake import DeltaTable
+from real_cluster import run
 from slow_proxy import SlowProxy
 from versitygw import S3Server
 
@@ -142,12 +141,8 @@ class Node:
 
     def described(self) -> dict[str, Any]:
         """Return `pk tier describe`, as a user gets it."""
-        done = subprocess.run(
-            [sys.executable, "-m", "pk.cli", "tier", "describe", TOPIC, "--json", "--bootstrap",
-             self.server.address],
-            capture_output=True, text=True, timeout=PATIENCE_S, check=True,
-        )  # fmt: skip
-        found: dict[str, Any] = json.loads(done.stdout)
+        text = run(["tier", "describe", TOPIC, "--json", "--bootstrap", self.server.address])
+        found: dict[str, Any] = json.loads(text)
         return found
 
 

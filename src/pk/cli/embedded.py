@@ -39,6 +39,9 @@ _PORTS = (15_000, 32_000)
 _KILL_FIRST = ("supervisor", *ROLES)
 _TAIL_LINES = 30
 _POLL_S = 0.02
+#: Starts a node's process, with the arguments of `subprocess.Popen`.  The tests of real nodes put a
+#: function here that forks the process instead.
+launch: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
 
 
 class ReservedPorts:
@@ -99,7 +102,7 @@ class ServerProcess:
         """Start without waiting: a node of a cluster becomes ready only when others run, too."""
         owner = {"PK_SUPERVISOR_PID": str(os.getpid())}
         with self.log.open("ab") as out:
-            self._process = subprocess.Popen(
+            self._process = launch(
                 pk_command("server", "start", "--json", "--config", str(self.config)),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
