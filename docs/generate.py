@@ -11,6 +11,9 @@ import sys
 import textwrap
 from pathlib import Path
 
+import capacity_costs
+import capacity_page
+
 from pk import errors, settings, units
 from pk.client import options as client_options
 from pk.server.replica import state as replica_state
@@ -191,6 +194,8 @@ def option_types() -> str:
 
 
 PAGES = {
+    "../src/pk/capacity_costs.py": capacity_costs.module,
+    "capacity.md": capacity_page.page,
     "../client/option_types.py": option_types,
     "settings.md": settings_page,
     "errors.md": errors_page,
