@@ -329,11 +329,11 @@ def calls(plan: ClusterPlan, costs: Mapping[str, Cost] = COSTS) -> dict[str, Nee
     parts: dict[str, list[Term]] = {
         "calls at rest": [(looks_a_month(plan), "looks", "look_heads")],
         "calls that write": [
-            (files, "files", "file_puts"),
+            (files, "files at most", "file_puts"),
             (commits, "commits at most", "commit_puts"),
         ],
         "calls that read": [
-            (files, "files", "file_heads"),
+            (files, "files at most", "file_heads"),
             (commits, "commits at most", "commit_heads"),
         ],
     }

@@ -18,7 +18,7 @@ def test_a_plan_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert app.run(["doctor", "capacity", *given, "10m", *SMALL]) == 0
     said = capsys.readouterr().out
     assert "100 partitions in 10 topics, 1 MB/s (86.4 GB a day)" in said
-    assert "432,000 files × 1" in said, "100 partitions, each 10 min"
+    assert "432,000 files at most × 1" in said, "100 partitions, each 10 min"
     assert "ulimit -Hn 4,096 is filled by:" in said
 
 
