@@ -106,7 +106,8 @@ def less(whole: Found, part: Found, words: str) -> Found:
     if whole.value is None or part.value is None:
         return whole._replace(value=None)
     source = f"{whole.source}, {words}" if words else whole.source
-    return Found(max(0.0, whole.value - part.value), whole.unit, source)
+    left = whole.value - part.value
+    return Found(max(0.0, left), whole.unit, source if left > 0 else f"{source}: not above it")
 
 
 def counted(value: float, source: str) -> Found:
@@ -129,6 +130,8 @@ def costs(rows: Rows) -> dict[str, Found]:
     for name in ("memory", "metadata"):
         memory = less(memory, partition[name], minus if name == "memory" else "")
     rest_cpu = slope(rows, "% of a core", "tables", "rest_cpu_percent")
+    rest_calls = slope(rows, "calls a minute", "tables", "rest_calls_per_minute")
+    node_calls = at_one(rows, "calls a minute", "tables", "rest_calls_per_minute")
     return {
         "node_memory": at_one(rows, "MiB", "partitions", "memory_mb"),
         "node_rest_cpu": at_one(rows, "% of a core", "partitions", "rest_cpu_percent"),
@@ -149,6 +152,7 @@ def costs(rows: Rows) -> dict[str, Found]:
         "read_cpu": per_gb(rows, "consume_record"),
         "tier_cpu": at_one(rows, "CPU s/GB", "tables", "bulk_cpu_s_per_gb"),
         "table_bytes": table_bytes(rows),
+        "tier_calls": less(node_calls, rest_calls, "less a table"),
         "look_heads": counted(2.0, "HEADs of a look"),
         "file_puts": counted(1.0, "PUTs of a file"),
         "file_heads": counted(1.0, "HEADs of a file before local data is dropped"),

@@ -60,6 +60,7 @@ WHAT = {
     "read_cpu": "a GB read, CPU of the leader",
     "tier_cpu": "a GB into tables, CPU of the node",
     "table_bytes": "bytes of a table for a byte of the log",
+    "tier_calls": "tier process of a node, store calls at rest",
     "look_heads": "a look at a table",
     "file_puts": "a file, writes",
     "file_heads": "a file, reads",

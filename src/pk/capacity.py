@@ -327,7 +327,10 @@ def calls(plan: ClusterPlan, costs: Mapping[str, Cost] = COSTS) -> dict[str, Nee
     """Return calls of the store in a month: at rest, those that write, and those that read."""
     files, commits = files_a_month(plan), commits_a_month(plan)
     parts: dict[str, list[Term]] = {
-        "calls at rest": [(looks_a_month(plan), "looks", "look_heads")],
+        "calls at rest": [
+            (looks_a_month(plan), "looks", "look_heads"),
+            (plan.nodes * MONTH_S / 60, "minutes of all nodes", "tier_calls"),
+        ],
         "calls that write": [
             (files, "files at most", "file_puts"),
             (commits, "commits at most", "commit_puts"),

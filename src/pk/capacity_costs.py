@@ -20,12 +20,12 @@ class Cost(NamedTuple):
 
 COSTS: Mapping[str, Cost] = {
     "node_memory": Cost(
-        245.0,
+        190.0,
         "MiB",
         "curve partitions, memory_mb at n = 1",
     ),
     "node_rest_cpu": Cost(
-        1.4,
+        1.75,
         "% of a core",
         "curve partitions, rest_cpu_percent at n = 1",
     ),
@@ -35,59 +35,59 @@ COSTS: Mapping[str, Cost] = {
         "curve partitions, broker_descriptors at n = 1",
     ),
     "tier_memory": Cost(
-        None,
+        193.0,
         "MiB",
         "curve tables, tier_mb at n = 1",
     ),
     "tier_rest_cpu": Cost(
-        None,
+        0.54,
         "% of a core",
         "curve tables, tier_rest_cpu_percent at n = 1",
     ),
     "partition_memory": Cost(
-        None,
+        0.0153,
         "MiB",
-        "curve partitions, broker_mb",
+        "curve partitions, broker_mb from n = 1 to 1,000",
     ),
     "metadata_memory": Cost(
-        None,
+        0.00184,
         "MiB",
-        "curve partitions, controller_mb",
+        "curve partitions, controller_mb from n = 1 to 1,000",
     ),
     "partition_rest_cpu": Cost(
-        None,
+        0.00015,
         "% of a core",
-        "curve partitions, rest_cpu_percent",
+        "curve partitions, rest_cpu_percent from n = 1 to 1,000",
     ),
     "partition_descriptors": Cost(
-        None,
+        1.0,
         "files",
-        "curve partitions, broker_descriptors",
+        "curve partitions, broker_descriptors from n = 1 to 1,000",
     ),
     "connection_memory": Cost(
-        None,
+        0.0904,
         "MiB",
-        "curve connections, memory_mb",
+        "curve connections, memory_mb from n = 1 to 1,000",
     ),
     "connection_rest_cpu": Cost(
-        None,
+        0.0101,
         "% of a core",
-        "curve connections, rest_cpu_percent",
+        "curve connections, rest_cpu_percent from n = 1 to 1,000",
     ),
     "connection_descriptors": Cost(
-        None,
+        1.01,
         "files",
-        "curve connections, broker_descriptors",
+        "curve connections, broker_descriptors from n = 1 to 1,000",
     ),
     "table_memory": Cost(
-        None,
+        0.0,
         "MiB",
-        "curve tables, memory_mb",
+        "curve tables, memory_mb from n = 1 to 100, less a partition: not above it: not above it",
     ),
     "table_rest_cpu": Cost(
-        None,
+        0.00339,
         "% of a core",
-        "curve tables, rest_cpu_percent",
+        "curve tables, rest_cpu_percent from n = 1 to 100, less a partition",
     ),
     "produce_cpu": Cost(
         1.33,
@@ -105,7 +105,7 @@ COSTS: Mapping[str, Cost] = {
         "docs/bench.md, consume_record, CPU of the server",
     ),
     "tier_cpu": Cost(
-        None,
+        11.1,
         "CPU s/GB",
         "curve tables, bulk_cpu_s_per_gb at n = 1",
     ),
@@ -113,6 +113,11 @@ COSTS: Mapping[str, Cost] = {
         0.952,
         "bytes",
         "docs/bench.md, stored_bytes_tier ÷ stored_bytes, zstd",
+    ),
+    "tier_calls": Cost(
+        2.0,
+        "calls a minute",
+        "curve tables, rest_calls_per_minute at n = 1, less a table",
     ),
     "look_heads": Cost(
         2.0,

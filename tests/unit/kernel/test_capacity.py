@@ -78,7 +78,8 @@ def test_dollars_are_calls_and_bytes_times_prices() -> None:
     assert found.value == pytest.approx(reads / 1000)
     assert capacity.dollars(PLAN, Prices(0, 0, 0)).value == 0
     # an idle table of one node: 2 HEADs in 5 min (docs/design/0020-store-calls.md)
-    idle = capacity.dollars(ClusterPlan()).value
+    costs = {**COSTS, "tier_calls": Cost(0.0, "", "")}
+    idle = capacity.dollars(ClusterPlan(), costs=costs).value
     assert idle == pytest.approx(2 * capacity.MONTH_S / 300 * 0.0004 / 1000)
 
 
@@ -188,3 +189,9 @@ def test_a_plan_at_the_ends_of_its_bounds_has_finite_needs(end: int) -> None:
     plan = capacity.checked(ClusterPlan(**ends))  # type: ignore[arg-type]
     values = [need.value for need in capacity.needs(plan, Prices(1, 1, 1), MADE)]
     assert all(value is not None and math.isfinite(value) and value >= 0 for value in values)
+
+
+def test_idle_tables_make_as_many_calls_as_the_formula_says(fits: Any) -> None:
+    """Two HEADs in `tier_refresh_max_ms`, counted on a node with many tables."""
+    found = fits.slope(fits.read(), "", "tables", "rest_calls_per_minute")
+    assert found.value == pytest.approx((COSTS["look_heads"].value or 0) / 5, rel=0.1)
