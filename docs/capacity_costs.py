@@ -102,12 +102,14 @@ def table_bytes(rows: Rows) -> Found:
 
 
 def less(whole: Found, part: Found, words: str) -> Found:
-    """Return a cost without a part of it that has a cost of its own."""
+    """Return a cost without a part of it that has a cost of its own; None if it is no larger."""
     if whole.value is None or part.value is None:
         return whole._replace(value=None)
     source = f"{whole.source}, {words}" if words else whole.source
     left = whole.value - part.value
-    return Found(max(0.0, left), whole.unit, source if left > 0 else f"{source}: not above it")
+    if left < 0:
+        return Found(None, whole.unit, f"{source}: not above it")
+    return Found(left, whole.unit, source)
 
 
 def counted(value: float, source: str) -> Found:

@@ -58,7 +58,7 @@ WHAT = {
     "produce_cpu": "a GB produced, CPU of the leader",
     "copy_cpu": "a GB copied to one follower, CPU of both",
     "read_cpu": "a GB read, CPU of the leader",
-    "tier_cpu": "a GB into tables, CPU of the node",
+    "tier_cpu": "a GB into tables, CPU of the tier process",
     "table_bytes": "bytes of a table for a byte of the log",
     "tier_calls": "tier process of a node, store calls at rest",
     "look_heads": "a look at a table",

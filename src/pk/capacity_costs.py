@@ -80,9 +80,9 @@ COSTS: Mapping[str, Cost] = {
         "curve connections, broker_descriptors from n = 1 to 1,000",
     ),
     "table_memory": Cost(
-        0.0,
+        None,
         "MiB",
-        "curve tables, memory_mb from n = 1 to 100, less a partition: not above it: not above it",
+        "curve tables, memory_mb from n = 1 to 100, less a partition: not above it",
     ),
     "table_rest_cpu": Cost(
         0.00339,
