@@ -117,5 +117,5 @@ def page() -> str:
         mark = f"<!-- {name} -->\n"
         before, found, rest = text.partition(mark)
         assert found, f"docs/capacity.md has no mark {name}"
-        text = before + mark + "\n".join(lines) + "\n" + rest[rest.index(_END) :]
+        text = before + mark + "\n" + "\n".join(lines) + "\n\n" + rest[rest.index(_END) :]
     return text

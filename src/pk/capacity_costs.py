@@ -45,24 +45,24 @@ COSTS: Mapping[str, Cost] = {
         "curve tables, tier_rest_cpu_percent at n = 1",
     ),
     "partition_memory": Cost(
-        0.0153,
+        0.0122,
         "MiB",
-        "curve partitions, broker_mb from n = 1 to 1,000",
+        "curve partitions, broker_mb from n = 1 to 10,000",
     ),
     "metadata_memory": Cost(
-        0.00184,
+        0.000389,
         "MiB",
-        "curve partitions, controller_mb from n = 1 to 1,000",
+        "curve partitions, controller_mb from n = 1 to 10,000",
     ),
     "partition_rest_cpu": Cost(
-        0.00015,
+        0.00046,
         "% of a core",
-        "curve partitions, rest_cpu_percent from n = 1 to 1,000",
+        "curve partitions, rest_cpu_percent from n = 1 to 10,000",
     ),
     "partition_descriptors": Cost(
         1.0,
         "files",
-        "curve partitions, broker_descriptors from n = 1 to 1,000",
+        "curve partitions, broker_descriptors from n = 1 to 10,000",
     ),
     "connection_memory": Cost(
         0.0904,
@@ -85,7 +85,7 @@ COSTS: Mapping[str, Cost] = {
         "curve tables, memory_mb from n = 1 to 100, less a partition: not above it",
     ),
     "table_rest_cpu": Cost(
-        0.00339,
+        0.00308,
         "% of a core",
         "curve tables, rest_cpu_percent from n = 1 to 100, less a partition",
     ),

@@ -152,6 +152,7 @@ def capacity_command(
     limiting = capacity.limits_of(plan, machine)
     fits = not any(each.hard and each.share > 1 for each in limiting)
     if as_json:
+        parts: dict[str, ClusterPlan | Prices | NodeMachine]
         parts = {"plan": plan, "prices": prices, "machine": machine}
         said: dict[str, Any] = {name: asdict(part) for name, part in parts.items()}
         said |= {"fits": fits, "needs": [asdict(each) for each in found]}
