@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
 
 from bench import report
 from bench.report import Figures, Row
+from bench.runs import ROOT
+
+STORE = ROOT / "docs" / "bench.jsonl"
 
 _INTRODUCTION = """# pk beside Apache Kafka
 
@@ -151,3 +156,11 @@ def write(path: Path, lines: Sequence[Figures]) -> None:
     store.write_text("".join(json.dumps(each) + "\n" for each in whole))
     path.with_suffix(".svg").write_text(plot(whole))
     path.write_text(page(whole, path.with_suffix(".svg").name))
+    if store.resolve() == STORE:
+        make_pages()
+
+
+def make_pages() -> None:
+    """Make what is made from the rows of docs/: the costs of `pk doctor capacity`, and its page."""
+    program = [sys.executable, str(ROOT / "docs" / "generate.py")]
+    subprocess.run(program, check=True, stdout=subprocess.DEVNULL)

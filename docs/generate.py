@@ -11,6 +11,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import capacity_costs
+import capacity_page
 import readme_figures
 
 from pk import errors, settings, units
@@ -194,6 +196,8 @@ def option_types() -> str:
 
 PAGES = {
     "../README.md": readme_figures.page,
+    "../src/pk/capacity_costs.py": capacity_costs.module,
+    "capacity.md": capacity_page.page,
     "../client/option_types.py": option_types,
     "settings.md": settings_page,
     "errors.md": errors_page,

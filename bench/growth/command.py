@@ -10,7 +10,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.growth import curves, rows
+from bench import page
+from bench.growth import curves, picture, rows
 from bench.growth.curves import Curve
 from bench.runs import RunFailed
 from bench.sides import SideFailed
@@ -26,7 +27,12 @@ def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--least", type=int, default=0, help="leave smaller points out")
     parser.add_argument("--most", type=int, default=10**9, help="leave larger points out")
     parser.add_argument("--folder", type=Path, help="where servers work (default: /tmp)")
-    parser.add_argument("--write", action="store_true", help="keep the rows in docs/growth.jsonl")
+    parser.add_argument(
+        "--write", action="store_true", help="keep the rows in docs/growth.jsonl, and draw them"
+    )
+    parser.add_argument(
+        "--draw", action="store_true", help="draw docs/growth.svg from the rows; measure nothing"
+    )
     parser.add_argument("--keep", action="store_true", help="keep the folders of the servers")
     found = parser.parse_args(given)
     found.only = [name for name in found.only.split(",") if name] or list(curves.BY_NAME)
@@ -67,9 +73,20 @@ def _point(given: argparse.Namespace, curve: Curve, side: str, n: int) -> bool:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure the points in question; returns the exit code."""
     given = _arguments(arguments)
+    if given.draw:
+        _made()
+        return 0
     done = [
         _point(given, curves.BY_NAME[name], side, n)
         for name in given.only
         for side, n in chosen(curves.BY_NAME[name], given.side, given.least, given.most)
     ]
+    if given.write:
+        _made()
     return 0 if all(done) else 1
+
+
+def _made() -> None:
+    """Make what is made from the rows: the picture, and docs/capacity.md with its costs."""
+    picture.write(rows.read())
+    page.make_pages()

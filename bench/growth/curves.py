@@ -45,6 +45,32 @@ CURVES = (
         {"pk": 2_000, "kafka": 500},
     ),
     Curve(
+        "tables",
+        "tables of one node with a tier, one partition each",
+        (1, 10, 100, 500, 1_000, 2_000),
+        "tables",
+    ),
+    Curve(
+        "files",
+        "files of a table that were never merged",
+        (100, 1_000, 10_000, 100_000),
+        "table_files",
+    ),
+    Curve(
+        "topics",
+        "topics that a producer has not seen, one record to each",
+        (1, 10, 100, 1_000),
+        "first_touch",
+        {"pk": 1_000, "kafka": 1_000},
+    ),
+    Curve(
+        "query",
+        "partitions of a Spark query, 20 records in each",
+        (4, 100, 1_000),
+        "queries",
+        {"pk": 1_000, "kafka": 100},
+    ),
+    Curve(
         "failover",
         "partitions of three replicas while one node of three is killed",
         (100, 500, 1_000, 2_000, 4_000),

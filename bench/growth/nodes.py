@@ -6,7 +6,7 @@ import os
 import resource
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,11 +81,25 @@ class PkNode(PkSide):
             topic, partitions=partitions, configs=configs, timeout_s=PATIENCE_S
         )
 
+    def untiered(self, names: Sequence[str]) -> int:
+        """Return how many partitions of these topics have records that no table has."""
+        states = self._admin.describe_topics(names, timeout_s=PATIENCE_S)
+        return sum(each.tiered_end < each.log_end for each in states)
+
     def store_calls(self) -> float:
         """Return how many calls to the object store were made so far."""
+        return sum(self.store_calls_by_operation().values())
+
+    def store_calls_by_operation(self) -> dict[str, float]:
+        """Return the calls to the object store so far, by operation."""
         with urllib.request.urlopen(f"http://{self._metrics}/metrics", timeout=60) as answer:
             lines = answer.read().decode().splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(STORE_CALLS + "{"))
+        found: dict[str, float] = {}
+        for line in lines:
+            if line.startswith(STORE_CALLS + "{"):
+                operation = line.partition('operation="')[2].partition('"')[0]
+                found[operation] = found.get(operation, 0.0) + float(line.split()[-1])
+        return found
 
 
 def roles_of(side: Side) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import sys
@@ -71,9 +72,11 @@ def read(path: Path = STORE) -> list[Row]:
 
 
 def add(row: Row, path: Path = STORE) -> None:
-    """Put one row into the store."""
-    rows = merged(read(path), [row])
-    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    """Put one row into the store; programs that do so at the same time take turns."""
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        rows = merged(read(path), [row])
+        path.write_text("".join(json.dumps(each) + "\n" for each in rows))
 
 
 def points(rows: Sequence[Row], curve: str, side: str, figure: str) -> list[tuple[int, float]]:

@@ -7,6 +7,7 @@ action alone, as a user of the session sees them.
   ping     a query over nothing
   read     batch: count and sum of value lengths
   stream   AvailableNow into the noop sink, with a new checkpoint
+  tasks    how many tasks read a batch
   write    the rows of a Parquet folder into a sink
   values   make that folder: `rows` values over `files` files
 """
@@ -91,6 +92,11 @@ def stream(spark: Any, given: dict[str, Any]) -> dict[str, float]:
     return {"rows": rows, "seconds": elapsed, "trigger_s": trigger_s}
 
 
+def tasks(spark: Any, given: dict[str, Any]) -> dict[str, float]:
+    frame = _loaded(spark.read, given)
+    return {"rows": 0, "tasks": frame._jdf.queryExecution().toRdd().getNumPartitions()}
+
+
 def write(spark: Any, given: dict[str, Any]) -> dict[str, float]:
     begin = time.perf_counter()
     frame = spark.read.parquet(given["source"])
@@ -119,7 +125,9 @@ def values(spark: Any, given: dict[str, Any]) -> dict[str, float]:
     return {"rows": given["rows"]}
 
 
-_COMMANDS = {"ping": ping, "read": read, "stream": stream, "write": write, "values": values}
+_COMMANDS = {
+    "ping": ping, "read": read, "stream": stream, "tasks": tasks, "write": write, "values": values,
+}  # fmt: skip
 
 
 def main() -> int:

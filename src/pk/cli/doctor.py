@@ -24,6 +24,7 @@ from typing import Any
 import typer
 
 from pk import errors
+from pk.cli.doctor_capacity import capacity_command
 from pk.cli.doctor_server import server
 
 app = typer.Typer(
@@ -242,6 +243,7 @@ def main() -> None:
 
 
 app.command()(server)
+app.command("capacity")(capacity_command)
 
 
 @app.command()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
 
-from bench.growth import command, curves, rows
+from bench.growth import command, curves, nodes, picture, rows
 from bench.growth.partitions import topics_of
 
 
@@ -38,3 +39,39 @@ def test_partitions_are_spread_over_topics() -> None:
     assert list(topics_of(2_500)) == [
         ("growth-0", 1_000), ("growth-1000", 1_000), ("growth-2000", 500),
     ]  # fmt: skip
+
+
+def test_the_picture_is_drawn_from_the_rows() -> None:
+    """`python -m bench growth --draw` draws it."""
+    assert picture.PICTURE.read_text(encoding="utf-8") == picture.drawn(rows.read())
+    assert picture.PLOTS.keys() == curves.BY_NAME.keys()
+
+
+def test_both_axes_are_logarithmic() -> None:
+    made = picture.axis([3, 2_000], 0, 400)
+    assert (made.low, made.high) == (0, 4)
+    assert [made.at(10.0**tick) for tick in made.ticks()] == [0, 100, 200, 300, 400]
+    assert made.at(0) == 0, "zero is on the lower edge"
+    assert picture.axis([5.0], 0, 1)[:2] == (0, 1)
+
+
+def test_a_point_of_a_busy_machine_is_hollow() -> None:
+    row = {"curve": "topics", "side": "kafka", "n": 10, "figures": {"touch_s": 2.0}}
+    busy, calm = ({**row, "load": [1.0, load]} for load in (9.0, 2.0))
+    assert picture.points([busy], "topics", "kafka", "touch_s") == [(10, 2.0, True)]
+    hollow, full = picture.drawn([busy]), picture.drawn([calm])
+    assert hollow != full
+    assert picture.COLOURS["kafka"] in full
+    assert full.count("not measured") == sum(map(len, picture.PLOTS.values())) - 1
+
+
+def test_calls_of_the_store_are_counted_by_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (
+        'pk_tier_store_calls_total{operation="put",role="tier"} 3.0\n'
+        'pk_tier_store_calls_total{role="tier",operation="head"} 4.0\n'
+        "pk_other_total 9.0\n"
+    )
+    monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: io.BytesIO(text.encode()))
+    node = nodes.PkNode(tiered=True)
+    assert node.store_calls_by_operation() == {"put": 3.0, "head": 4.0}
+    assert node.store_calls() == 7.0
