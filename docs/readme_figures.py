@@ -70,4 +70,4 @@ def page() -> str:
     text = README.read_text(encoding="utf-8")
     before, found, rest = text.partition(_MARK)
     assert found, "README.md has no mark of its figures"
-    return before + _MARK + "\n".join(table()) + "\n" + rest[rest.index(_END) :]
+    return before + _MARK + "\n".join(table()) + "\n\n" + rest[rest.index(_END) :]
