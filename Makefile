@@ -16,6 +16,7 @@ SEEDS ?= 1000
 ROUNDS ?=
 SECONDS ?=
 MINUTES ?=
+MUTATIONS ?=
 NAME ?= all
 # S3=required turns "skipped, Go is missing" into a failure (CI).
 S3 ?= optional
@@ -180,6 +181,10 @@ setup: $(VENV)/.jars ## the environment in .venv/, and the jars Spark needs
 .PHONY: columnar-versions
 columnar-versions: $(VENV)/.jars ## compile the columnar reader against each supported Spark; downloads 94 MB once
 	$(PY) tests/spark/compile_columnar.py $(VERSIONS)
+
+.PHONY: columnar-fuzz
+columnar-fuzz: $(VENV)/.jars ## the columnar reader's decoder beside Python's (MUTATIONS=, SEED=, MINUTES=), resumable with its seed
+	$(PY) tests/spark/columnar_fuzz.py --mutations $(or $(MUTATIONS),10000000) $(if $(SEED),--seed $(SEED)) $(if $(MINUTES),--minutes $(MINUTES)) $(ARGS)
 
 .PHONY: docs
 docs: $(VENV)/.ready ## the pages of docs/ that are made from the tables the code runs on

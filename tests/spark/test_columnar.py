@@ -167,12 +167,12 @@ def test_a_stream_reads_in_columns_what_python_plans(
         plan = query._jsq.explainInternal(False)
         assert ("ColumnarToRow" in plan) is (columnar == "true"), plan
         if columnar == "true":
-            check_progress(query, topic)
+            check_tab(cluster, spark, topic, check_progress(query, topic))
     rows = seen(tmp_path / "rows")
     assert len(rows) == len(set(rows)) == 300
 
 
-def check_progress(query, topic: str) -> None:
+def check_progress(query, topic: str) -> list[dict[str, str]]:
     """Each trigger's own counts, and the lag that is left after it, by partition."""
     found = [each.sources[0].metrics for each in query.recentProgress if each.numInputRows]
     assert len(found) == 2
@@ -185,6 +185,44 @@ def check_progress(query, topic: str) -> None:
     assert [int(each["lagMax"]) for each in found] == [
         max(int(each[f"lag.{topic}-0"]), int(each[f"lag.{topic}-1"])) for each in found
     ]
+    return found
+
+
+def tab_of(spark, topic: str) -> list[tuple[dict[str, str], str]]:
+    """What the SQL tab shows of each batch of a stream: the numbers by their words, and the lag."""
+    store = spark._jsparkSession.sharedState().statusStore()
+    found = []
+    executions = store.executionsList()
+    for one in map(executions.apply, range(executions.size())):
+        lags = re.findall(rf"^Lag: ({topic}-.*)$", one.physicalPlanDescription(), re.M)
+        if not lags:
+            continue
+        values, pairs = {}, store.executionMetrics(one.executionId()).iterator()
+        while pairs.hasNext():
+            pair = pairs.next()
+            values[pair._1()] = pair._2()
+        metrics = map(one.metrics().apply, range(one.metrics().size()))
+        shown = {each.name(): values.get(each.accumulatorId(), "") for each in metrics}
+        found.append((shown, lags[0]))
+    return found
+
+
+def check_tab(cluster, spark, topic: str, progress: list[dict[str, str]]) -> None:
+    """The SQL tab has the same lag: all partitions, the largest, and each partition's."""
+    behind = "offsets behind after this batch, "
+    words = {"all partitions": "lagSum", "of the partition that is behind most": "lagMax"}
+
+    def numbers() -> list[list[str | None]]:
+        shown = [each for each, _ in tab_of(spark, topic)][-2:]
+        return [[each.get(behind + word) for word in words] for each in shown]
+
+    wanted = [[each[name] for name in words.values()] for each in progress]
+    cluster.wait("the tab has both batches", lambda: numbers() == wanted, 30)
+    shown, lag = tab_of(spark, topic)[-2]
+    assert shown["rows read in columns"] == "60"
+    assert dict(each.split(": ") for each in lag.split(", ")) == {
+        f"{topic}-{number}": progress[0][f"lag.{topic}-{number}"] for number in (0, 1)
+    }
 
 
 def explained(frame) -> str:

@@ -6,7 +6,6 @@ package pk.reader;
 
 import java.io.IOException;
 import java.util.ArrayList;
-import java.util.Arrays;
 import java.util.List;
 import org.apache.spark.sql.catalyst.InternalRow;
 import org.apache.spark.sql.catalyst.ProjectingInternalRow;
@@ -94,11 +93,7 @@ public final class ColumnarReaderFactory implements PartitionReaderFactory {
 
     @Override
     public CustomTaskMetric[] currentMetricsValues() {
-      CustomTaskMetric[] ours = metrics.values();
-      CustomTaskMetric[] theirs = rows.currentMetricsValues();
-      CustomTaskMetric[] found = Arrays.copyOf(theirs, theirs.length + ours.length);
-      System.arraycopy(ours, 0, found, theirs.length, ours.length);
-      return found;
+      return Metrics.joined(rows.currentMetricsValues(), metrics.values());
     }
 
     @Override

@@ -25,6 +25,8 @@ public final class ColumnarScan implements Scan, SupportsMetadata {
   private final StructType full;
   private final StructType required;
   private volatile String way = "JVM, where Python's plan allows it";
+  /** The stream of this scan; null for a batch. */
+  private volatile ColumnarStream stream;
 
   ColumnarScan(Scan inner, StructType full, StructType required) {
     this.inner = inner;
@@ -49,7 +51,10 @@ public final class ColumnarScan implements Scan, SupportsMetadata {
 
   @Override
   public MicroBatchStream toMicroBatchStream(String checkpoint) {
-    return ColumnarStream.around(inner.toMicroBatchStream(checkpoint), full, required);
+    MicroBatchStream found =
+        ColumnarStream.around(inner.toMicroBatchStream(checkpoint), full, required);
+    stream = found instanceof ColumnarStream ? (ColumnarStream) found : null;
+    return found;
   }
 
   @Override
@@ -59,12 +64,20 @@ public final class ColumnarScan implements Scan, SupportsMetadata {
 
   @Override
   public CustomMetric[] supportedCustomMetrics() {
-    return Metrics.with(inner.supportedCustomMetrics());
+    CustomMetric[] found = Metrics.with(inner.supportedCustomMetrics());
+    return stream == null ? found : Metrics.joined(found, Lag.metrics());
   }
 
   @Override
   public CustomTaskMetric[] reportDriverMetrics() {
-    return inner.reportDriverMetrics();
+    CustomTaskMetric[] found = inner.reportDriverMetrics();
+    Lag lag = lag();
+    return lag == null ? found : Metrics.joined(found, lag.values());
+  }
+
+  private Lag lag() {
+    ColumnarStream streamed = stream;
+    return streamed == null ? null : streamed.lag();
   }
 
   @Override
@@ -80,7 +93,11 @@ public final class ColumnarScan implements Scan, SupportsMetadata {
             ? ((SupportsMetadata) inner).getMetaData()
             : Map$.MODULE$.<String, String>empty();
     Map<String, String> pruned = found.updated("ReadSchema", required.simpleString());
-    return pruned.updated("Reader", way);
+    ColumnarStream streamed = stream;
+    String taken = streamed == null || streamed.way().isEmpty() ? way : streamed.way();
+    Map<String, String> read = pruned.updated("Reader", taken);
+    Lag lag = lag();
+    return lag == null ? read : read.updated("Lag", lag.inWords());
   }
 
   private final class PlannedBatch implements Batch {

@@ -4,14 +4,10 @@
 // there now.  The wrapper has both interfaces, so it wraps only a stream that has them; pk's readers
 // always do.  Any other stream is returned as it is, and is read through Python.
 //
-// The progress of a query gets the lag of each partition: the newest offset that Python reported at the
-// last trigger, less the offset that the query has reached.  Java compares the two offsets' JSON and asks
-// no broker.
+// The lag (Lag.java) after a batch is in the plan of the batch, and that after the last committed one in the
+// progress of the query.
 package pk.reader;
 
-import com.fasterxml.jackson.databind.JsonNode;
-import com.fasterxml.jackson.databind.ObjectMapper;
-import java.io.IOException;
 import java.util.Map;
 import java.util.Optional;
 import java.util.TreeMap;
@@ -27,8 +23,6 @@ import org.apache.spark.sql.types.StructType;
 
 final class ColumnarStream
     implements MicroBatchStream, SupportsTriggerAvailableNow, ReportsSourceMetrics {
-  private static final ObjectMapper JSON = new ObjectMapper();
-
   private final MicroBatchStream inner;
   private final SupportsTriggerAvailableNow limits;
   private final StructType full;
@@ -36,6 +30,7 @@ final class ColumnarStream
   private final Metrics.Totals totals = new Metrics.Totals(SparkContext.getOrCreate());
   private volatile String way = "";
   private volatile Offset newest;
+  private volatile Lag lag;
 
   private ColumnarStream(
       MicroBatchStream inner,
@@ -61,7 +56,23 @@ final class ColumnarStream
     PlannedPartition.Wrapped wrapped =
         PlannedPartition.wrap(inner.planInputPartitions(start, end));
     way = wrapped.way;
+    lag = lagAt(end);
     return wrapped.partitions;
+  }
+
+  /** Returns the way of the last batch that was planned. */
+  String way() {
+    return way;
+  }
+
+  /** Returns the lag after the last batch that was planned; null if it is not known. */
+  Lag lag() {
+    return lag;
+  }
+
+  private Lag lagAt(Offset reached) {
+    Offset last = newest;
+    return last == null ? null : Lag.between(last.json(), reached.json());
   }
 
   @Override
@@ -120,39 +131,10 @@ final class ColumnarStream
     Map<String, String> found = new TreeMap<>();
     found.put("reader", way);
     totals.since(found);
-    Offset last = newest;
-    if (last != null && reached.isPresent()) {
-      addLag(found, last.json(), reached.get().json());
+    Lag left = reached.map(this::lagAt).orElse(null);
+    if (left != null) {
+      left.addTo(found);
     }
     return found;
-  }
-
-  private static void addLag(Map<String, String> into, String newest, String reached) {
-    long sum = 0;
-    long most = 0;
-    try {
-      JsonNode done = JSON.readTree(reached).path("topics");
-      JsonNode topics = JSON.readTree(newest).path("topics");
-      for (var names = topics.fieldNames(); names.hasNext(); ) {
-        String topic = names.next();
-        JsonNode ends = topics.path(topic).path("offsets");
-        JsonNode offsets = done.path(topic).path("offsets");
-        for (var numbers = ends.fieldNames(); numbers.hasNext(); ) {
-          String partition = numbers.next();
-          if (!offsets.has(partition)) {
-            continue; // not read yet: where it begins, only Python knows
-          }
-          long lag = ends.path(partition).asLong() - offsets.path(partition).asLong();
-          lag = Math.max(0, lag);
-          into.put("lag." + topic + "-" + partition, Long.toString(lag));
-          sum += lag;
-          most = Math.max(most, lag);
-        }
-      }
-    } catch (IOException cause) {
-      return; // no offsets of pk: no lag
-    }
-    into.put("lagMax", Long.toString(most));
-    into.put("lagSum", Long.toString(sum));
   }
 }

@@ -2,8 +2,8 @@
 // writes (proto/pk.proto).  Fields that it does not need are skipped.
 //
 // Local invariant
-//   E1  Every length is compared with the bytes that are left.  A reply that says an error, or anything
-//       that is not understood, is an exception: Python asks again and understands it.
+//   E1  Every length is compared with the bytes that are left.  A reply that says an error, another message,
+//       or a field of another type than expected is an exception: Python asks again and understands it.
 package pk.reader;
 
 import java.io.ByteArrayOutputStream;
@@ -16,6 +16,8 @@ final class FetchReply {
   private static final int HELLO_REPLY = 11;
   private static final int FETCH = 42;
   private static final int FETCH_REPLY = 43;
+  /** The messages of a head have numbers from here on; its other fields have smaller ones. */
+  private static final int FIRST_MESSAGE = 10;
 
   /** What a reply says about one position. */
   static final class Part {
@@ -36,6 +38,9 @@ final class FetchReply {
       if (head.number == ERROR) {
         throw new IOException("the broker answered an error");
       }
+      if (head.number >= FIRST_MESSAGE && head.number != FETCH_REPLY) {
+        throw new IOException("the broker answered message " + head.number);
+      }
       if (head.number == FETCH_REPLY) {
         Fields reply = head.nested();
         while (reply.next()) {
@@ -52,22 +57,22 @@ final class FetchReply {
     while (one.next()) {
       switch (one.number) {
         case 3:
-          found.positionId = one.value;
+          found.positionId = one.asNumber();
           break;
         case 4:
         case 10:
           throw new IOException("the broker refused the position");
         case 9:
-          found.nextOffset = one.value;
+          found.nextOffset = one.asNumber();
           break;
         case 12:
           found.aborted.add(aborted(one.nested()));
           break;
         case 13:
-          found.payloadBytes = one.value;
+          found.payloadBytes = one.asNumber();
           break;
         case 20:
-          found.dense = one.value != 0;
+          found.dense = one.asNumber() != 0;
           break;
         default:
       }
@@ -79,7 +84,7 @@ final class FetchReply {
     long[] found = new long[3];
     while (one.next()) {
       if (one.number >= 1 && one.number <= 3) {
-        found[one.number - 1] = one.value;
+        found[one.number - 1] = one.asNumber();
       }
     }
     return found;
@@ -93,7 +98,7 @@ final class FetchReply {
         Fields reply = head.nested();
         while (reply.next()) {
           if (reply.number == 4) {
-            return reply.value;
+            return reply.asNumber();
           }
         }
       }
@@ -138,8 +143,9 @@ final class FetchReply {
     private final int end;
     private int at;
     int number;
+    private int type;
     /** A number; for a nested message, where it begins. */
-    long value;
+    private long value;
     private int nestedEnd;
 
     Fields(byte[] bytes, int start, int end) {
@@ -154,8 +160,12 @@ final class FetchReply {
       }
       long tag = varint();
       number = (int) (tag >>> 3);
+      type = (int) (tag & 7);
       nestedEnd = -1;
-      switch ((int) (tag & 7)) {
+      if (tag >>> 32 != 0 || number == 0) {
+        throw new IOException("the head of a frame does not parse");
+      }
+      switch (type) {
         case 0:
           value = varint();
           return true;
@@ -174,6 +184,14 @@ final class FetchReply {
         default:
           throw new IOException("the head of a frame does not parse");
       }
+    }
+
+    /** Returns the value of a field that is a number. */
+    long asNumber() throws IOException {
+      if (type != 0) {
+        throw new IOException("the head of a frame does not parse");
+      }
+      return value;
     }
 
     Fields nested() throws IOException {

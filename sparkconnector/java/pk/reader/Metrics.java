@@ -107,8 +107,15 @@ public final class Metrics {
       new RowsInColumns(), new RowsThroughPython(), new RangesHandedToPython(),
       new RowsFromLog(), new BytesFromLog(), new RowsFromTable(), new BytesFromTable()
     };
-    CustomMetric[] found = Arrays.copyOf(others, others.length + ours.length);
-    System.arraycopy(ours, 0, found, others.length, ours.length);
+    return joined(others, ours);
+  }
+
+  /** Returns both arrays as one, of the type of ours. */
+  @SuppressWarnings("unchecked")
+  static <T> T[] joined(T[] first, T[] ours) {
+    T[] found =
+        Arrays.copyOf(first, first.length + ours.length, (Class<? extends T[]>) ours.getClass());
+    System.arraycopy(ours, 0, found, first.length, ours.length);
     return found;
   }
 
@@ -124,7 +131,8 @@ public final class Metrics {
     return found;
   }
 
-  private static final class Value implements CustomTaskMetric {
+  /** One number of a task or of the driver. */
+  static final class Value implements CustomTaskMetric {
     private final String name;
     private final long value;
 

@@ -1,9 +1,11 @@
-// Decodes batches for tests/spark/test_columnar_decoder.py: the JVM's decoder beside Python's.
+// Decodes batches and heads of frames for tests/spark/columnar_fuzz.py: the JVM's decoder beside Python's.
 //
-// stdin: `i32 bytes that a body may decode to | i32 size | batch`, again and again.
-// stdout: for each, `i32 size | rows`, or -1 if the batch was refused.  A row is its offset and timestamp
-// (i64), key and value (i32 length, -1 = null, bytes), and the number of headers (-1 = null) with their
-// keys and values.  All numbers are big endian.
+// stdin: `i32 bytes that a body may decode to | i32 size | batch`, again and again; with 0 for the first
+// number, the head of a frame in place of the batch.
+// stdout: for each, `i32 size | rows`, or -1 if it was refused.  A row is its offset and timestamp (i64),
+// key and value (i32 length, -1 = null, bytes), and the number of headers (-1 = null) with their keys and
+// values.  A head has for each position its id, next offset, payload's size, whether it is dense, the
+// number of aborted transactions, and three numbers for each (all i64).  All numbers are big endian.
 package pk.reader;
 
 import java.io.BufferedInputStream;
@@ -40,7 +42,7 @@ public final class DecoderPeer {
       in.readFully(batch);
       byte[] rows = null;
       try {
-        rows = rows(batch, most);
+        rows = most == 0 ? parts(batch) : rows(batch, most);
       } catch (IOException | RuntimeException refused) {
         // what a task does: Python reads the batch and says what is wrong
       }
@@ -48,8 +50,28 @@ public final class DecoderPeer {
       if (rows != null) {
         out.write(rows);
       }
-      out.flush();
+      if (in.available() == 0) {
+        out.flush();
+      }
     }
+  }
+
+  private static byte[] parts(byte[] head) throws IOException {
+    ByteArrayOutputStream bytes = new ByteArrayOutputStream();
+    DataOutputStream out = new DataOutputStream(bytes);
+    for (FetchReply.Part each : new FetchReply(head, 0, head.length).parts) {
+      out.writeLong(each.positionId);
+      out.writeLong(each.nextOffset);
+      out.writeLong(each.payloadBytes);
+      out.writeLong(each.dense ? 1 : 0);
+      out.writeLong(each.aborted.size());
+      for (long[] one : each.aborted) {
+        for (long number : one) {
+          out.writeLong(number);
+        }
+      }
+    }
+    return bytes.toByteArray();
   }
 
   private static byte[] rows(byte[] batch, int most) throws IOException {
