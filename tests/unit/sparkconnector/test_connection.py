@@ -11,7 +11,7 @@ from pk.sparkconnector import connection, scan
 from pk.sparkconnector.offsets import Range
 from pk.types import NONE
 
-FAST = {"retry_backoff_ms": 1, "retry_backoff_max_ms": 5, "default_api_timeout_ms": 1000}
+FAST = {"retry_backoff_ms": 1, "retry_backoff_max_ms": 5, "default_api_timeout_ms": 10_000}
 
 
 def fill(log, counts) -> None:
