@@ -12,6 +12,9 @@ Invariants
   I2  Memory is reserved before a record is accepted.  The bytes of all unresolved records exceed
       `buffer_memory` by at most one record, which is accepted only if no other is held.
   I3  A record set that was taken is never appended to: taking and appending hold the same lock.
+  I4  An accumulator with a record set is among the busy ones, or the loop is just looking at it.  A
+      caller adds it after the record set is visible.  The loop removes it before it looks, and adds
+      it again if a record set is left.  So a look costs nothing for topics without records.
 """
 
 from __future__ import annotations
@@ -89,12 +92,38 @@ class BufferPool:
             self._space.notify_all()
 
 
+class BusyAccumulators:
+    """The accumulators of a producer that may hold records: the loop looks at no others (I4)."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, RecordAccumulator] = {}  #: by the order in which they were made
+        self._made = 0
+
+    def register(self) -> int:
+        """Return the number of a new accumulator."""
+        self._made += 1
+        return self._made
+
+    def add(self, number: int, accumulator: RecordAccumulator) -> None:
+        """Add an accumulator, in any thread, after it got a record set."""
+        self._found[number] = accumulator
+
+    def numbers(self) -> list[int]:
+        """Return the numbers of all that were added, in the order in which they were made."""
+        return sorted(self._found)  # one step of the interpreter: other threads add
+
+    def take(self, number: int) -> RecordAccumulator | None:
+        """Remove an accumulator before a look at it; None = another look has taken it."""
+        return self._found.pop(number, None)
+
+
 class RecordAccumulator:
     """The records of one topic that the loop has not taken yet."""
 
     __slots__ = (
-        "_clock", "_linger_ms", "_monitor", "_pool", "_set_bytes", "_size_max", "_sticky",
-        "_sticky_lock", "batch_size", "closed", "lock", "open", "room", "sealed", "tokens", "topic",
+        "_busy", "_clock", "_linger_ms", "_monitor", "_number", "_pool", "_set_bytes", "_size_max",
+        "_sticky", "_sticky_lock", "batch_size", "closed", "lock", "open", "room", "sealed",
+        "tokens", "topic",
     )  # fmt: skip
 
     def __init__(
@@ -105,8 +134,11 @@ class RecordAccumulator:
         pool: BufferPool,
         monitor: Monitor,
         clock: Clock,
+        busy: BusyAccumulators | None = None,
     ) -> None:
         self.topic = topic
+        self._busy = busy if busy is not None else BusyAccumulators()
+        self._number = self._busy.register()
         self.batch_size: int = options["batch_size"]
         self._size_max: int = min(options["max_request_size"], pool.limit)
         self._linger_ms: float = options["linger_ms"]
@@ -183,6 +215,7 @@ class RecordAccumulator:
                 return False
         if self.open is None:
             self.open = self.new_set()
+            self._busy.add(self._number, self)
         self.open.granted += grant
         self.room += grant
         return True
@@ -203,6 +236,7 @@ class RecordAccumulator:
                 return False
             records.ready_ms = int(records.opened_ms + self._linger_ms)
             self.sealed.append(records)
+            self._busy.add(self._number, self)
             return True
 
     def _seal(self, *, ready: bool = False) -> None:

@@ -26,7 +26,13 @@ from functools import partial
 from typing import Any
 
 from pk import errors, limits
-from pk.client.accumulator import FULL_SHARE, OPEN_MS, BufferPool, RecordAccumulator
+from pk.client.accumulator import (
+    FULL_SHARE,
+    OPEN_MS,
+    BufferPool,
+    BusyAccumulators,
+    RecordAccumulator,
+)
 from pk.client.endings import given_up
 from pk.client.network_client import NetworkClient
 from pk.client.partitioner import Sticky
@@ -87,6 +93,7 @@ class ProduceEngine:
         self.counts = ProducedCounts()
         self.monitor = Monitor()  #: notified when a record's outcome is known
         self.accumulators: dict[str, RecordAccumulator] = {}
+        self._busy = BusyAccumulators()
         self.fatal: errors.PkError | None = None
         #: called after each step of the machine that may change the state of a transaction
         self.on_step: Callable[[], None] | None = None
@@ -126,7 +133,7 @@ class ProduceEngine:
             size = self.options["batch_size"]
             sticky = Sticky(size - size // FULL_SHARE, self.world.rng)
             found = self.accumulators[topic] = RecordAccumulator(
-                topic, self.options, sticky, self.pool, self.monitor, self.world.clock
+                topic, self.options, sticky, self.pool, self.monitor, self.world.clock, self._busy
             )
             if self._refusal is not None:
                 found.close(self._refusal)
@@ -139,11 +146,16 @@ class ProduceEngine:
         """
         now_ms = self.world.clock.monotonic_ms()
         opened_ms: list[int] = []
-        for accumulator in list(self.accumulators.values()):
+        for number in self._busy.numbers():
+            accumulator = self._busy.take(number)
+            if accumulator is None:  # a step of the machine within this loop has poked, too
+                continue
             accumulator.seal(int(now_ms - self._open_ms), ready=flush)
             self._drain(accumulator, now_ms)
             if (records := accumulator.open) is not None:
                 opened_ms.append(records.opened_ms)
+            if records is not None or accumulator.sealed:
+                self._busy.add(number, accumulator)
         self.step(Wakeup(flush))
         if opened_ms:
             self._set_timer("open", min(opened_ms) + self._open_ms, self.poke)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from pk import errors
+from pk.client.accumulator import BufferPool, BusyAccumulators, RecordAccumulator
 from pk.client.metadata_updater import WATCHES
+from pk.client.partitioner import Sticky
+from pk.client.produce_engine import ProduceEngine
+from pk.client.waiting import Monitor
+from pk.clock import SystemClock
 from pk.wire import pk_pb2 as wire
 from tests.kit.fake_broker import FakeBroker
 from tests.unit.client.test_produce_engine import Bench
@@ -111,3 +117,59 @@ def test_a_new_topic_does_not_wait_for_the_next_refresh(bench: Bench, requests: 
 
     assert bench.run(story) < 100
     assert any(not request.adds for _, request in requests), "the refresh was forgotten"
+
+
+def test_a_look_costs_nothing_for_topics_without_records(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """client/accumulator I4: 1,000 first touches looked a million times at a topic's records."""
+    looks: list[str] = []
+    drain = ProduceEngine._drain
+
+    def noted(engine: ProduceEngine, accumulator: RecordAccumulator, now_ms: int) -> None:
+        looks.append(accumulator.topic)
+        drain(engine, accumulator, now_ms)
+
+    monkeypatch.setattr(ProduceEngine, "_drain", noted)
+
+    async def story() -> None:
+        for number in range(TOPICS):
+            await bench.send(f"t{number}", b"value")
+            await bench.flush(10_000)
+        looks.clear()
+        bench.engine.poke()
+
+    bench.run(story)
+    assert looks == []
+    bench.run(lambda: _sent_twice(bench))
+    assert set(looks) == {"t7", "t30"}
+    assert len(looks) < 20
+
+
+async def _sent_twice(bench: Bench) -> None:
+    for topic in ("t30", "t7"):
+        await bench.send(topic, b"value")
+    await bench.flush(10_000)
+
+
+def test_a_record_that_comes_while_the_loop_looks_is_not_forgotten() -> None:
+    """client/accumulator I4: the loop removes an accumulator first, and looks then."""
+    busy = BusyAccumulators()
+    options = {"batch_size": 1_000, "max_request_size": 10_000, "linger_ms": 0}
+    pool, clock = BufferPool(100_000), SystemClock()
+    made = [
+        RecordAccumulator(
+            name, options, Sticky(1_000, random.Random(1)), pool, Monitor(), clock, busy
+        )
+        for name in "ab"
+    ]
+    for each in (made[1], made[0]):
+        assert each.append(b"1", size=64) is not None
+    first, second = busy.numbers()
+    assert busy.take(first) is made[0], "in the order in which they were made"
+    made[0].seal(0, ready=True)
+    made[0].sealed.clear()
+    assert made[0].append(b"2", size=64) is not None
+    assert busy.numbers() == [first, second]
+    assert busy.take(second) is made[1]
+    assert busy.take(second) is None
