@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pk import errors
+from pk import errors, generations
 from pk.sparkconnector import offsets, packing, ranges
 from pk.sparkconnector.offsets import Bounds, Loss, Range, SourceProgress
 from pk.sparkconnector.options import Column, OffsetRangeLimit, Source
@@ -41,7 +41,19 @@ CURVE_SAMPLES = 256
 #: How often the planner starts over because a topic was deleted between two of its calls.
 _RESTARTS_MAX = 5
 _TAKEN = errors.DataLoss("another engine deleted its rows from the table (pk tier describe)")
+_RESTORED = errors.DataLoss(
+    "the cluster was restored from its tier, which did not hold them (pk tier describe)"
+)
 _AGED_OUT = "it was deleted or aged out while it was read"
+
+
+def taken(part: Range) -> errors.DataLoss:
+    """Return why a table lacks these rows, which its counters say it had.
+
+    A restore goes on in the next block of offsets (pk.generations): the gap ends where it begins.
+    """
+    ends_block = part.start // generations.OFFSETS != part.end // generations.OFFSETS
+    return _RESTORED if ends_block else _TAKEN
 
 
 class PkWarning(UserWarning):
@@ -240,7 +252,7 @@ class Planner:
                 losses.append(_loss(one._replace(end=start), cause))
                 one = one._replace(start=start)
             if table is not None and one.size:
-                losses += [_loss(part, _TAKEN) for part in ranges.within(table.missing, one)]
+                losses += [_loss(part, taken(part)) for part in ranges.within(table.missing, one)]
             left.append(one)
         self.settle(losses)
         return [one for one in left if one.size]

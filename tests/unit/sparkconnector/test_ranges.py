@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pk.sparkconnector import ranges
+from pk import generations
+from pk.sparkconnector import planner, ranges
 from pk.sparkconnector.offsets import Range
 from pk.sparkconnector.ranges import Curve, TierFile
 
@@ -170,3 +171,10 @@ def test_cold_and_hot_are_adjacent(start, length, tiered_end):
     assert_same_union([one], parts) if one.size else None
     assert cold is None or cold.end <= max(tiered_end, start)
     assert hot is None or hot.start >= min(tiered_end, one.end)
+
+
+def test_a_gap_of_a_restore_is_not_the_work_of_another_engine():
+    first = generations.OFFSETS
+    assert "restored" in planner.taken(Range("t", "id", 0, 100, first)).message
+    for start, end in ((100, 120), (first, first + 5), (first - 5, first - 1)):
+        assert "another engine" in planner.taken(Range("t", "id", 0, start, end)).message
