@@ -59,14 +59,17 @@ def bare_python(tmp_path) -> str:
 def test_no_registration_is_needed_with_the_right_interpreter(cluster, tmp_path):
     topic = cluster.topic(tier_enable=False)
     cluster.fill(topic, 7)
-    found = run(cluster, topic, tmp_path, PYSPARK_PYTHON=sys.executable, PYSPARK_DRIVER_PYTHON=None)
+    right = {"PYSPARK_PYTHON": sys.executable, "PYSPARK_DRIVER_PYTHON": None, "SPARK_HOME": None}
+    found = run(cluster, topic, tmp_path, **right)
     assert found == [7]
 
 
 def test_without_it_the_doctor_names_the_cause_and_register_helps(cluster, tmp_path):
     topic = cluster.topic(tier_enable=False)
     cluster.fill(topic, 7)
-    unset = {"PYSPARK_PYTHON": None, "PYSPARK_DRIVER_PYTHON": None, "PATH": bare_python(tmp_path)}
+    # a session of another test in this process has set the first three
+    unset = dict.fromkeys(("SPARK_HOME", "PYSPARK_PYTHON", "PYSPARK_DRIVER_PYTHON"))
+    unset |= {"PATH": bare_python(tmp_path)}
     found = run(cluster, topic, tmp_path, **unset)
     assert "DATA_SOURCE_NOT_FOUND" in found[0]
     assert found[1:] == [7]
