@@ -187,8 +187,10 @@ def test_a_life(start: Callable[..., Server], tmp_path: Path) -> None:
     code, err = server.stop()
     assert code == 0, err
     assert (tmp_path / "data" / "clean-shutdown").exists()
-    assert "broker_left" in err
-    assert "broker_fenced" not in err  # nothing failed
+    assert "flights-0 1 -> none" in err  # the broker led nothing any more, so nothing failed
+    assert "broker_fenced" not in err
+    # the controller is stopped right after the broker, perhaps before it has looked
+    assert "broker_left" in err or "controller_resigned" in err.splitlines()[-1]
     assert all(gone(pid) for pid in (*ready["pids"].values(), loader.pid))
     identity = tmp_path / "data" / "pk.json"  # a newer build that writes the same format continues
     known = sealed.decode(identity.read_bytes())
