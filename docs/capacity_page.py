@@ -1,21 +1,17 @@
-"""The tables of docs/capacity.md: the costs, and plans computed with them.
-
-The page is written by hand, except for its tables: each stands between a mark with its name and
-the mark `end`.
-"""
+"""The tables of docs/capacity.md: the costs, and plans computed with them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 import capacity_costs
+from marked_tables import replaced, table
 
 from pk import capacity, limits
 from pk.capacity import ClusterPlan, NodeMachine
 from pk.capacity_costs import Cost
 
 PAGE = capacity_costs.HERE / "capacity.md"
-_END = "<!-- end -->"
 #: The machine of the examples.
 _MACHINE = NodeMachine(16 * 1024 * limits.MIB, 4, 65_536, 174_762, 7_645)
 #: Plans of the table of examples, with their names.
@@ -32,11 +28,6 @@ _PLANS = {
         tier_max_lag_ms=600_000,
     ),
 }  # fmt: skip
-
-
-def _table(header: str, rows: list[list[str]]) -> list[str]:
-    columns = header.count("|") + 1
-    return [f"| {header} |", "|---" * columns + "|", *(f"| {' | '.join(row)} |" for row in rows)]
 
 
 #: What a cost is of, by its name.
@@ -94,7 +85,7 @@ def _example(name: str, plan: ClusterPlan, costs: Mapping[str, Cost]) -> list[st
 def _examples_table(costs: Mapping[str, Cost]) -> list[str]:
     header = "plan | memory of a node, MiB | at rest, % of a core | at work, cores"
     header += " | disk of a node, GB | store, $ a month | fullest"
-    return _table(header, [_example(name, plan, costs) for name, plan in _PLANS.items()])
+    return table(header, [_example(name, plan, costs) for name, plan in _PLANS.items()])
 
 
 def tables(rows: capacity_costs.Rows) -> dict[str, list[str]]:
@@ -105,7 +96,7 @@ def tables(rows: capacity_costs.Rows) -> dict[str, list[str]]:
         for name, cost in found.items()
     }
     return {
-        "costs": _table("what | cost | unit | measured as", _costs_rows(costs)),
+        "costs": table("what | cost | unit | measured as", _costs_rows(costs)),
         "examples": _examples_table(costs),
     }
 
@@ -114,8 +105,5 @@ def page() -> str:
     """Return the page with its tables as the rows say they are."""
     text = PAGE.read_text(encoding="utf-8")
     for name, lines in tables(capacity_costs.read()).items():
-        mark = f"<!-- {name} -->\n"
-        before, found, rest = text.partition(mark)
-        assert found, f"docs/capacity.md has no mark {name}"
-        text = before + mark + "\n" + "\n".join(lines) + "\n\n" + rest[rest.index(_END) :]
+        text = replaced(text, name, lines)
     return text

@@ -1,7 +1,6 @@
 """The table of README.md's section "Beside Apache Kafka", from the rows of docs/bench.jsonl.
 
-The section is written by hand, except for this table, which stands between two marks.  Cases where
-pk is slower belong into it, too: a reader chooses by them.
+Cases in which pk is slower belong in it, too: a reader chooses by them.
 """
 
 from __future__ import annotations
@@ -11,10 +10,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import marked_tables
+
 HERE = Path(__file__).resolve().parent
 README = HERE.parent / "README.md"
 STORE = HERE / "bench.jsonl"
-_MARK, _END = "<!-- figures -->\n", "<!-- end -->"
 #: What a line of the table says, and the cases and variants whose rows it has ("" = all).
 LINES = (
     ("Python producer, Arrow batches, acks=all", "produce_columnar", ""),
@@ -53,7 +53,7 @@ def _value(value: float, unit: str) -> str:
 def table() -> list[str]:
     """Return the lines of the table."""
     rows = list(_rows())
-    lines = ["| | pk | peer | pk is better by |", "|---|---|---|---|"]
+    lines = []
     for words, name, variant in LINES:
         found = [row for of, row in rows if of == name and variant in ("", row["variant"])]
         assert found, f"docs/bench.jsonl has no row {name} {variant}"
@@ -61,13 +61,10 @@ def table() -> list[str]:
             " · ".join(_value(row[side], row["unit"]) for row in found) for side in ("pk", "peer")
         ]
         ratios = " · ".join(f"{row['ratio']:.3g}" for row in found)
-        lines.append(f"| {words} | {cells[0]} | {cells[1]} | **{ratios}** |")
-    return lines
+        lines.append([words, *cells, f"**{ratios}**"])
+    return marked_tables.table(" | pk | peer | pk is better by", lines)
 
 
 def page() -> str:
     """Return README.md with the table as the rows say it is."""
-    text = README.read_text(encoding="utf-8")
-    before, found, rest = text.partition(_MARK)
-    assert found, "README.md has no mark of its figures"
-    return before + _MARK + "\n".join(table()) + "\n\n" + rest[rest.index(_END) :]
+    return marked_tables.replaced(README.read_text(encoding="utf-8"), "figures", table())
