@@ -134,11 +134,11 @@ class RecordAccumulator:
         pool: BufferPool,
         monitor: Monitor,
         clock: Clock,
-        busy: BusyAccumulators | None = None,
+        busy: BusyAccumulators,
     ) -> None:
         self.topic = topic
-        self._busy = busy if busy is not None else BusyAccumulators()
-        self._number = self._busy.register()
+        self._busy = busy
+        self._number = busy.register()
         self.batch_size: int = options["batch_size"]
         self._size_max: int = min(options["max_request_size"], pool.limit)
         self._linger_ms: float = options["linger_ms"]

@@ -15,7 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pk import errors
-from pk.client.accumulator import BufferPool, RecordAccumulator, record_size
+from pk.client.accumulator import (
+    BufferPool,
+    BusyAccumulators,
+    RecordAccumulator,
+    record_size,
+)
 from pk.client.futures import BatchFuture, SendFuture
 from pk.client.metadata import TopicMetadata
 from pk.client.options import producer_options
@@ -66,7 +71,8 @@ def sticky(seed: int = 1) -> Sticky:
 
 def accumulator_of(pool: BufferPool, batch_size: int = 1 << 20) -> RecordAccumulator:
     options, _ = producer_options({"batch_size": batch_size})
-    return RecordAccumulator("t", options, sticky(), pool, Monitor(), SystemClock())
+    busy = BusyAccumulators()
+    return RecordAccumulator("t", options, sticky(), pool, Monitor(), SystemClock(), busy)
 
 
 def slice_of(records: RecordSet, rows: pa.RecordBatch) -> RecordSlice:
