@@ -184,9 +184,9 @@ def test_every_cost_has_its_words_and_its_place_in_a_formula(fits: Any) -> None:
 
 @pytest.mark.parametrize("end", [0, 1])
 def test_a_plan_at_the_ends_of_its_bounds_has_finite_needs(end: int) -> None:
-    ends = {name: bounds[end] for name, bounds in capacity.BOUNDS.items()}
+    ends: dict[str, Any] = {name: bounds[end] for name, bounds in capacity.BOUNDS.items()}
     ends |= {name: int(ends[name]) for name in ("partitions", "topics", "nodes", "replication")}
-    plan = capacity.checked(ClusterPlan(**ends))  # type: ignore[arg-type]
+    plan = capacity.checked(ClusterPlan(**ends))
     values = [need.value for need in capacity.needs(plan, Prices(1, 1, 1), MADE)]
     assert all(value is not None and math.isfinite(value) and value >= 0 for value in values)
 
