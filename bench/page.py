@@ -21,11 +21,12 @@ _INTRODUCTION = """# pk beside Apache Kafka
 `make bench` writes this page (`python -m bench all --write docs/bench.md`).  A case that is run
 alone replaces only its own rows.  `bench/__init__.py` explains how the figures are measured.
 
-The machine has {cores} cores of {cpu} and {memory_gb} GB, and runs Linux {kernel} and Python
-{python}.  Broker and client share it, both for pk and for the peer, so only the ratios are
-meaningful.  Figures are medians of interleaved rounds.  Costs are client + server.  A ratio is pk ÷
-peer, or peer ÷ pk if a smaller figure is better (ms, s, bytes, MB, %).  So a larger ratio is better
-in every row.
+The newest rows come from a machine with {cores} cores of {cpu}, {memory_gb} GB, Linux {kernel} and
+Python {python}.  Rows of other days, which the notes below date, may come from other processors.
+Both sides of a row were measured on the same machine, which broker and client share, so only the
+ratios are meaningful.  Figures are medians of interleaved rounds.  Costs are client + server.  A
+ratio is pk ÷ peer, or peer ÷ pk if a smaller figure is better (ms, s, bytes, MB, %).  So a larger
+ratio is better in every row.
 
 ![ratios]({plot})
 """
