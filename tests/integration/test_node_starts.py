@@ -17,6 +17,7 @@ import psutil
 import pytest
 from node_starts import STARTS, Started, completed, launch
 
+from pk.cli.app import run
 from pk.cli.embedded import EmbeddedServer, pk_command
 
 pytestmark = pytest.mark.integration
@@ -64,6 +65,14 @@ def test_what_a_fork_would_change_is_executed(monkeypatch: pytest.MonkeyPatch) -
     other = launch(["true"], **quiet)
     monkeypatch.setattr(STARTS, "executed", True)
     asked = launch(pk_command("version"), **quiet)
+    assert [each.wait(60) for each in (same, preloaded, other, asked)] == [0] * 4
     kinds = [type(each) for each in (same, preloaded, other, asked)]
     assert kinds == [Started, subprocess.Popen, subprocess.Popen, subprocess.Popen]
-    assert [each.wait(60) for each in (same, preloaded, other, asked)] == [0] * 4
+
+
+def test_a_command_within_this_process_changes_no_start() -> None:
+    """A variable that the command left behind would execute each later node of this process."""
+    STARTS.loaded()
+    assert run(["topics", "list", "--bootstrap", "127.0.0.1:1", "--nonsense"]) == 2
+    same = launch(pk_command("version"), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    assert (same.wait(60), type(same)) == (0, Started)

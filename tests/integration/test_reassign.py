@@ -65,6 +65,8 @@ class Cluster:
         """Create a topic of one partition on these brokers, all in sync."""
         self.admin.create_topic(topic, configs=configs, replica_assignment=[replicas])
         place = TopicPartition(topic, 0)
+        # a broker that began just now may answer, and may not have read of the topic yet
+        until(lambda: self.replicas(place), f"{topic} is known")
         assert self.replicas(place) == replicas
         until(lambda: self.isr(place) == set(replicas), f"{topic} is in sync")
         return place
@@ -82,7 +84,7 @@ class Cluster:
         return set(self.state(place).isr)
 
     def replicas(self, place: TopicPartition) -> tuple[int, ...]:
-        return self.admin.partition_replicas([place.topic])[place]
+        return self.admin.partition_replicas([place.topic]).get(place, ())
 
     def send(self, place: TopicPartition, count: int = 1) -> None:
         """Send records with acks=all."""

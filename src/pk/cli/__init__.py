@@ -5,8 +5,11 @@ from __future__ import annotations
 
 def main() -> None:
     """Run the `pk` script."""
+    import os
     import sys
 
     from pk.cli.app import run
 
+    # show the traceback of a bug as plain text
+    os.environ.setdefault("TYPER_STANDARD_TRACEBACK", "1")
     sys.exit(run(sys.argv[1:]))

@@ -171,8 +171,6 @@ def _run(argv: Sequence[str]) -> int:
     if argv[0] == "--version":
         print(f"pk {pk.__version__}")
         return 0
-    # show the traceback of a bug as plain text
-    os.environ.setdefault("TYPER_STANDARD_TRACEBACK", "1")
     name, arguments = argv[0], list(argv[1:])
     if name not in available():
         near = difflib.get_close_matches(name, available(), n=1)
