@@ -444,26 +444,26 @@ class LogManager:
         """
         log, directory = self._logs.pop(key)
         log.retire()
-        directory.forget(key.topic_id, log.topic_partition)
         self.operator_marked.pop(key, None)
         await directory.disk.write(partial(log.close, False))
         delay_ms = log.config.file_delete_delay_ms
         await self._discard(directory, log.path, key, delay_ms, open_here=True)
+        directory.forget(key.topic_id, log.topic_partition)
 
     async def set_aside(self, tp: TopicPartition, topic_id: str, delay_ms: int) -> None:
-        """Rename the directory of a partition that is damaged (rule L9) or missing (rule L15),
-        whether or not it could be opened, so that the replica can be rebuilt.  The renamed
-        directory is kept for `delay_ms` for inspection.
+        """Rename the directory of a partition that is damaged (rule L9) or missing (rule L15), also
+        of one that could not be opened, to rebuild the replica.  It is kept for `delay_ms`.  After
+        `StorageFull` the checkpoints still have the log start: without it, the first file that is
+        left would be taken for the first.
         """
-        key = PartitionKey(topic_id, tp.partition)
+        key, path = PartitionKey(topic_id, tp.partition), self._path(str(tp))
         if key in self._logs:
             await self.delete(key)
             return
         for directory in self.directories:
-            path = self._path(str(tp))
             if directory.failed is None:
-                directory.forget(topic_id, tp)
                 await self._discard(directory, path, key, delay_ms, open_here=False)
+                directory.forget(topic_id, tp)
 
     def _pending_delete(self, path: str) -> str:
         return f"{path}.{self._world.new_id()}{identity.DELETING}"

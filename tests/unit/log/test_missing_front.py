@@ -253,3 +253,37 @@ def test_nothing_is_missing_of_a_log_that_begins_in_time() -> None:
     found = damage.missing_in_front(10, 11)
     assert found is not None
     assert found[:2] == (10, 11)
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_a_log_that_a_full_disk_keeps_in_place_still_lacks_its_front(opened: bool) -> None:
+    """A rebuild gives the log up, and its directory cannot be renamed.  The next opening must not
+    take the first file that is left for the beginning of the log.
+    """
+
+    async def main() -> None:
+        house = House()
+        await (await filled(house)).close()
+        begins = lose(house, 1)
+        manager = house.manager()
+        await manager.open()
+        if opened:
+            await manager.load(lambda topic_id, tp: CONFIG)
+        house.storages[0].fault = lambda operation, path: (
+            errors.StorageFull("full") if operation == "rename" and "-delete" in path else None
+        )
+        with pytest.raises(errors.StorageFull):
+            await manager.set_aside(TP, "tid", 0)
+        await manager.checkpoint()
+        house.storages[0].fault = None
+        log = of(manager) if manager.get(KEY) else await manager.create(TP, "tid", CONFIG)
+        assert log.absent is not None
+        assert (log.absent.start, log.absent.end) == (0, begins)
+        await manager.close()
+        again = await house.opened()
+        assert of(again).absent == log.absent
+        await again.set_aside(TP, "tid", 0)
+        assert (await again.create(TP, "tid", CONFIG)).log_end == 0
+        await again.close()
+
+    run(main)
