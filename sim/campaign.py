@@ -46,7 +46,7 @@ from pk.sim.transaction_run import STABLE_MS, TransactionRun
 from pk.sim.workload import SimAdmin, SimProducer
 from pk.sim.world import SimClock, SimWorld
 from pk.tiering import layout
-from pk.types import PartitionKey, TopicPartition
+from pk.types import NONE, PartitionKey, TopicPartition
 
 #: Sessions and rebalances of a run are short.
 GROUP_SETTINGS = {"group_initial_rebalance_delay_ms": 200, "group_min_session_timeout_ms": 500}
@@ -174,7 +174,19 @@ class Run:
         self._lives = 0
 
     def _group_run(self) -> GroupRun:
-        return group_run(self.cluster, self.oracle, self.options, self._trouble, self.world.random)
+        return group_run(
+            self.cluster,
+            self.oracle,
+            self.options,
+            self._trouble,
+            self.world.random,
+            self._lost_ms,
+        )
+
+    def _lost_ms(self, topic: str, partition: int) -> float:
+        """Return the end of the last era of a partition; NONE = none ended."""
+        found = self.observer.image.topic(topic)
+        return NONE if found is None else self.oracle.lost_ms(found.topic_id, partition)
 
     def _hold_run(self) -> HoldRun:
         return HoldRun(

@@ -132,6 +132,7 @@ class SimCluster:
             node_id=plan.number,
             server=self.resolved_of(plan).server,
             metadata_directory_id=self.identity.voter_id(plan),
+            topic_defaults={"flush_on_ack": True} if self.options.internal_flushed else {},
             format_level=NEWER_LEVEL if "older_build" in self.options.faults else formats.LEVEL,
         )
 

@@ -4,6 +4,8 @@ V26  A fetch of committed offsets returns at least what was acknowledged, or fet
      was sent.  So no offset goes back, and no acknowledged commit is lost with a coordinator:
      applications of a run never commit a lower offset.  The offsets of a deleted topic go (L8).
 V27  A partition has one owner in a generation.  A static member and its successor are one owner.
+
+Both hold until the group's partition of `__consumer_offsets` may have lost records (loss_model).
 """
 
 from __future__ import annotations
@@ -19,9 +21,16 @@ from pk.types import PartitionKey
 class GroupHistory:
     """The floors of offsets, and the owners by generation."""
 
-    def __init__(self, deleted: Callable[[PartitionKey], bool]) -> None:
-        """`deleted`: whether a client has asked to delete the topic of a partition."""
+    def __init__(
+        self,
+        deleted: Callable[[PartitionKey], bool],
+        lossy: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`deleted`: whether a client has asked to delete the topic of a partition.  `lossy`:
+        whether records of the group may be lost.
+        """
         self._deleted = deleted
+        self.lossy = lossy
         self.floors: dict[PartitionKey, int] = {}
         self._owners: dict[tuple[int, PartitionKey], str] = {}
         self.counts: Counter[str] = Counter()
@@ -44,7 +53,8 @@ class GroupHistory:
     ) -> None:
         """Check V26; `before`: a copy of the floors when the fetch was sent."""
         for key in asked:
-            if found.get(key, 0) < before.get(key, 0) and not self._deleted(key):
+            back = found.get(key, 0) < before.get(key, 0) and not self._deleted(key)
+            if back and not self.lossy():
                 raise Violation(
                     f"V26: {name} fetched offset {found.get(key)} of {key}, after {before[key]}"
                 )
@@ -62,7 +72,7 @@ class GroupHistory:
         name = who.group_instance_id or who.member_id
         for key in keys:
             other = self._owners.setdefault((who.generation, key), name)
-            if other != name:
+            if other != name and not self.lossy():
                 raise Violation(
                     f"V27: {key} belongs to {other} and to {name} in generation {who.generation}"
                 )

@@ -29,6 +29,7 @@ from pk.client.group_types import (
     OffsetsToCommit,
 )
 from pk.client.options import consumer_options
+from pk.group_ids import TOPIC, partition_of_group
 from pk.sim.checkers import Violation
 from pk.sim.cluster import CLUSTER_ID, SimCluster
 from pk.sim.group_heartbeats import HeartbeatCheck
@@ -37,7 +38,7 @@ from pk.sim.offset_copies import CopyCheck
 from pk.sim.options import SimOptions
 from pk.sim.oracle import Oracle
 from pk.sim.workload import RETRIES, OnTrouble, cluster_of, watched
-from pk.types import PartitionKey, TopicPartition
+from pk.types import NONE, PartitionKey, TopicPartition
 from pk.world import World
 
 GROUP_ID = "group"
@@ -322,7 +323,7 @@ class GroupRun:
 
     def _uncopied(self) -> str:
         """Return what the copies lack of the offsets that were acknowledged by now."""
-        if self.copies is None:
+        if self.copies is None or self.shared.history.lossy():
             return ""
         if self.to_copy is None:
             self.shared.history.forget_deleted()
@@ -346,13 +347,21 @@ def group_run(
     options: SimOptions,
     trouble: OnTrouble,
     random_of: Callable[[str], random.Random],
+    lost_ms: Callable[[str, int], float],
 ) -> GroupRun:
-    """Return the group of a run.  Its assignor is drawn."""
+    """Return the group of a run.  Its assignor is drawn.
+
+    `lost_ms`: the end of the last era of a partition of a topic, by name; NONE = none ended.
+    """
     assignor = random_of("group").choice(sorted(ASSIGNORS))
-    history = GroupHistory(oracle.deletes)
+    number = partition_of_group(GROUP_ID)
+    history = GroupHistory(oracle.deletes, lambda: lost_ms(TOPIC, number) != NONE)
     shared = GroupClient(cluster.bootstrap, history, oracle, options, trouble, assignor)
     copies = None
     if options.server.get("tier_offsets_interval_ms"):
         objects = cluster.store.memory.objects
-        copies = CopyCheck(objects, CLUSTER_ID, GROUP_ID, history.counts, oracle.deletes)
+        copies = CopyCheck(
+            objects, CLUSTER_ID, GROUP_ID, history.counts,
+            lambda key: oracle.deletes(key) or history.lossy(),
+        )  # fmt: skip
     return GroupRun(shared, random_of, HeartbeatCheck(cluster, history.counts), copies)

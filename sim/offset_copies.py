@@ -22,8 +22,8 @@ from pk.types import PartitionKey
 class CopyCheck:
     """Checks V37 for one group.
 
-    objects: those of the store.  deleted: whether a client has asked to delete the topic of a
-    partition, whose offsets go (L8).
+    objects: those of the store.  deleted: whether the offset of a partition may be gone: a client
+    has asked to delete its topic (L8), or records of the group may be lost.
     """
 
     def __init__(

@@ -252,6 +252,9 @@ class SimOptions:
     #: Topics whose logs or tables are cleaned, with writers and readers of their own; not in `repr`
     #: either.
     compacted_topics: tuple[TopicPlan, ...] = field(default=(), repr=False)
+    #: Whether `flush_on_ack` is the default of the cluster, which pk's own topics follow; those of
+    #: the run name it themselves.  Without it, power losses may lose what coordinators decided.
+    internal_flushed: bool = field(default=True, repr=False)
 
     @property
     def job_ids(self) -> tuple[str, ...]:
@@ -327,7 +330,7 @@ def drawn(rng: random.Random, *, faults: Iterable[str] | None = None, **given: A
     options = replace(options, faults=(*options.faults, *more))
     if rng.random() < GROUP_CHANCE and brokers >= JOB_BROKERS_MIN:
         options = with_group(rng, options)
-    return options
+    return replace(options, internal_flushed=rng.random() < 0.5)
 
 
 def with_transactions(rng: random.Random, options: SimOptions, brokers: int) -> SimOptions:

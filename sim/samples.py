@@ -58,6 +58,9 @@ class Observer:
         self._world = cluster.world
         self._oracle = oracle
         self._counts = counts
+        self._internal_default = (
+            {"flush_on_ack": "true"} if cluster.options.internal_flushed else {}
+        )
         options = cluster.options
         unharmed = (*options.transaction_topics, *options.compacted_topics)
         self.losses = LossModel(oracle, options.topics, unharmed)
@@ -187,7 +190,10 @@ class Observer:
         """Let the loss model know a topic of pk's own, with the replicas that it begins with."""
         topic = self.image.topics[record.topic_id]
         if is_internal(topic.name):
-            configs = self.image.configs.get(("topic", topic.name), {})
+            configs = {
+                **self._internal_default,
+                **self.image.configs.get(("topic", topic.name), {}),
+            }
             plan = TopicPlan(topic.name, 1, configs, len(record.replicas))
             self.losses.add_unharmed(plan)
 

@@ -275,7 +275,7 @@ class SimAdmin:
             name=plan.name,
             partitions=plan.partitions,
             replication_factor=plan.replication_factor,
-            configs=plan.configs,
+            configs={"flush_on_ack": "false", **plan.configs},
         )
         result = await self._until_done(lambda: request, (errors.TopicAlreadyExists,))
         if result is not Result.REFUSED:

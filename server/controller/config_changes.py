@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 from pk import errors, settings
 from pk.server.controller.commands import AlterConfigs, DescribeConfigs, Out, Rules, decision
 from pk.server.controller.elections import PartitionChangeBuilder
+from pk.server.controller.internal_topics import ALTERABLE
 from pk.server.controller.topics import cluster_base
 from pk.server.metadata.image import BROKER_RESOURCE, TOPIC_RESOURCE, MetadataImage
 from pk.server.node.settings import as_text, check_kept, check_settings, check_topic_settings
@@ -55,14 +56,18 @@ def alter_configs(image: MetadataImage, rules: Rules, command: AlterConfigs) -> 
 def _change(image: MetadataImage, rules: Rules, change: wire.ConfigChange) -> list[Message]:
     kind, name = change.resource.type, change.resource.name
     _check_resource(image, kind, name)
-    if kind == TOPIC_RESOURCE and is_internal(name):
-        raise errors.InvalidTopic(f"topic {name} is pk's own: its settings are fixed", topic=name)
     stored = dict(image.configs.get((kind, name), {}))
     unset = [
         option if option in stored else settings.TOPIC.canonical(option) for option in change.unset
     ]
     base = cluster_base(image, rules) if kind == TOPIC_RESOURCE else rules.topic_defaults
     given = settings.TOPIC.parse(change.set)
+    if kind == TOPIC_RESOURCE and is_internal(name) and not ALTERABLE.issuperset({*given, *unset}):
+        raise errors.InvalidTopic(
+            f"topic {name} is pk's own: of its settings only {', '.join(sorted(ALTERABLE))} can be "
+            "changed",
+            topic=name,
+        )
     both = [option for option in unset if option in given]
     if both:
         raise errors.InvalidConfig(f"{both[0]} is set and unset at once", option=both[0])

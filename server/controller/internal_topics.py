@@ -11,6 +11,10 @@ counts once it is in sync.
 The recorded `min_insync_replicas` is 2.  The leader requires at most as many in-sync replicas as
 the partition has (rule R1), so min(2, replication factor) holds at any time without another record.
 
+Their records are as durable as acknowledged records of other topics: `flush_on_ack` is not
+recorded, so the default of the cluster holds.  An operator may set it for the topic (`ALTERABLE`).
+With it, a transaction waits for the disk three times.
+
 Invariants
   D1  A decision begins at most one reassignment of each partition, and none while one is under way.
   D2  The decisions never lower a replication factor, and never move a replica.
@@ -44,12 +48,13 @@ REPLICATION_FACTOR = 3
 #: The settings of every internal topic.
 SETTINGS: Mapping[str, str] = {
     "cleanup_policy": "compact",
-    "flush_on_ack": "true",
     "min_insync_replicas": "2",
     "segment_bytes": str(16 * limits.MIB),
     "tier_enable": "false",
     "unclean_leader_election_enable": "false",
 }
+#: The settings of an internal topic that an operator may change.
+ALTERABLE = frozenset({"flush_on_ack"})
 
 
 class InternalTopic(NamedTuple):

@@ -260,6 +260,27 @@ def test_an_operator_finds_and_aborts_a_transaction(server: EmbeddedServer, topi
     pk("transactions", "describe", topic, server=server, code=1)
 
 
+def test_an_operator_lets_decisions_wait_for_the_disk(server: EmbeddedServer, topic: str) -> None:
+    """docs/transactions.md: of the settings of pk's own topics only this one can be changed."""
+
+    def alter(*settings: str) -> subprocess.CompletedProcess[str]:
+        command = [str(BIN), "topics", "alter", "__transaction_state", *settings]
+        at = ["--bootstrap", server.address]
+        return subprocess.run([*command, *at], capture_output=True, text=True, timeout=WAIT_S)
+
+    with Producer(server.address, transactional_id=topic) as producer:
+        producer.init_transactions()
+        done = alter("--config", "flush_on_ack=true")
+        assert done.returncode == 0, done.stderr
+        with producer.transaction():
+            producer.send(topic, b"1")
+        refused = alter("--config", "retention_ms=1000")
+        assert refused.returncode == 1
+        assert "only flush_on_ack can be changed" in " ".join(refused.stderr.split())
+        assert alter("--unset", "flush_on_ack").returncode == 0
+    visible(server.address, topic, [b"1"])
+
+
 def test_a_hanging_transaction_is_found(server: EmbeddedServer, topic: str) -> None:
     """One that its coordinator knows hangs only if it is older than the maximum."""
     with child(server.address, topic, 600_000):

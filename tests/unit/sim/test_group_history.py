@@ -66,3 +66,15 @@ def test_offsets_of_a_deleted_topic_go() -> None:
         history.fetched("m", [other], before, {})
     history.forget_deleted()
     assert history.floors == {other: 3}
+
+
+def test_lost_records_of_the_group_excuse_what_goes_back() -> None:
+    lost = False
+    history = GroupHistory(lambda _key: False, lambda: lost)
+    history.acknowledged({KEYS[0]: 5})
+    history.owns(member("a", 1), KEYS)
+    with pytest.raises(Violation, match=r"^V26: "):
+        history.fetched("m", KEYS, dict(history.floors), {})
+    lost = True
+    history.fetched("m", KEYS, dict(history.floors), {})
+    history.owns(member("b", 1), KEYS)

@@ -71,7 +71,7 @@ def test_its_settings_do_not_depend_on_the_clusters_defaults() -> None:
     create(bench)
     found = bench.image.topic_config(NAME)
     assert found["cleanup_policy"] == "compact"
-    assert (found["flush_on_ack"], found["tier_enable"]) == (True, False)
+    assert found["tier_enable"] is False
     assert (found["min_insync_replicas"], found["segment_bytes"]) == (2, 16 * 2**20)
     assert not bench.rules.unclean_enabled(bench.image, NAME)
     assert not LogConfig.of(found).deletes
@@ -217,3 +217,20 @@ def test_clients_may_not_change_it() -> None:
         assert result.error.code == errors.InvalidTopic.code
         assert "pk's own" in result.error.message
     assert len(bench.log) == end
+
+
+def test_an_operator_decides_whether_its_records_wait_for_the_disk() -> None:
+    """They are as durable as acknowledged records are by default in this cluster."""
+    bench = Bench()
+    bench.up(1)
+    create(bench)
+    assert bench.image.topic_config(NAME)["flush_on_ack"] is False
+    bench.alter("broker", "", flush_on_ack="true")
+    assert bench.image.topic_config(NAME)["flush_on_ack"] is True
+    assert not bench.alter("topic", NAME, flush_on_ack="false").HasField("error")
+    assert bench.image.topic_config(NAME)["flush_on_ack"] is False
+    assert not bench.alter("topic", NAME, unset=("flush_on_ack",)).HasField("error")
+    assert bench.image.topic_config(NAME)["flush_on_ack"] is True
+    both = bench.alter("topic", NAME, flush_on_ack="false", segment_bytes="20000")
+    assert both.error.code == errors.InvalidTopic.code
+    assert "only flush_on_ack" in both.error.message
