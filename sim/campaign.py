@@ -195,6 +195,7 @@ class Run:
             self.observer.latest,
             self.world.random("holds"),
             self._trouble,
+            self._lost_ms,
         )
 
     def _compaction_run(self) -> CompactionRun | None:

@@ -6,17 +6,20 @@ each acknowledged commit.  Records that expired before its hold was known are sk
 
 V33  No record at or above the highest position that the query has committed is gone, once the hold
      was known to the leader.  So no leader forgets a hold, and no coordinator gives one up.
+     Records that a client asked to delete are gone.  The check of a partition begins again when an
+     era of it ends, and ends with the era of the partition that has the query's offsets.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from pk import errors
 from pk.client.coordinator_calls import GROUP, CoordinatorCalls
+from pk.group_ids import TOPIC, partition_of_group
 from pk.sim.checkers import PartitionSample, Violation
 from pk.sim.cluster import SimCluster
 from pk.sim.oracle import Oracle
@@ -46,12 +49,17 @@ class HoldHistory:
         for key, position in positions.items():
             self.committed[key] = max(position, self.committed.get(key, 0))
 
-    def look(self, key: PartitionKey, log_start: int, leader_knows: bool) -> None:
-        """Check V33 with a sample of the leader."""
+    def forget(self, key: PartitionKey) -> None:
+        """Begin the check of a partition again: its records may be lost."""
+        self.committed.pop(key, None)
+        self.known.discard(key)
+
+    def look(self, key: PartitionKey, log_start: int, leader_knows: bool, asked: int = 0) -> None:
+        """Check V33 with a sample of the leader; clients asked to delete what is below `asked`."""
         committed = self.committed.get(key)
         if committed is None:
             return
-        if log_start > committed:
+        if log_start > max(committed, asked):
             if key in self.known:
                 raise Violation(f"V33: {key} starts at {log_start}; a query holds {committed}")
             return
@@ -69,8 +77,11 @@ class HoldRun:
     latest: Mapping[PartitionKey, PartitionSample]  #: samples of the leaders
     rng: random.Random
     trouble: OnTrouble
+    #: The end of the last era of a partition of a topic, by name; NONE = none ended.
+    lost_ms: Callable[[str, int], float]
     history: HoldHistory = field(default_factory=HoldHistory)
     positions: dict[PartitionKey, int] = field(default_factory=dict)  #: the checkpoint
+    eras: dict[PartitionKey, int] = field(default_factory=dict)
 
     def start_client(self, world: World, life: int) -> None:
         """Start a run of the query; call it in the client's node."""
@@ -108,6 +119,7 @@ class HoldRun:
 
     def _positions(self) -> dict[PartitionKey, int]:
         """Return the positions to commit: those that have expired are at the start of the log."""
+        current = dict[PartitionKey, int]()
         for topic in self.oracle.topics.values():
             for number in range(topic.partitions):
                 key = PartitionKey(topic.topic_id, number)
@@ -115,15 +127,22 @@ class HoldRun:
                 if sample is not None:
                     at = self.positions.get(key, 0)
                     known = key in self.history.known
-                    self.positions[key] = at if known else max(at, sample.log_start)
-        return dict(self.positions)
+                    current[key] = at if known else max(at, sample.log_start)
+        self.positions.update(current)
+        return current
 
     def look(self) -> None:
         """Check V33 with the newest samples."""
+        if self.lost_ms(TOPIC, partition_of_group(GROUP_ID)) != NONE:
+            return
         for key in list(self.history.committed):
-            sample = self.latest.get(key)
-            if sample is not None:
-                self.history.look(key, sample.log_start, self._leader_knows(key))
+            sample, era = self.latest.get(key), self.oracle.era(*key)
+            if era != self.eras.get(key, 0):
+                self.eras[key] = era
+                self.history.forget(key)
+            elif sample is not None and not self.oracle.deletes(key):
+                asked = self.oracle.topics[sample.topic].deletions.get(key.partition, 0)
+                self.history.look(key, sample.log_start, self._leader_knows(key), asked)
 
     def _leader_knows(self, key: PartitionKey) -> bool:
         for machine in self.cluster.machines:

@@ -145,6 +145,8 @@ COMPACTION_CHANCE = 0.25
 MAINTENANCE_CHANCE = 0.2
 #: The share of seeds that have a consumer group, and how often the tier copies its offsets.
 GROUP_CHANCE = 0.35
+#: The share of seeds with a query that lags behind and holds retention.
+HOLDS_CHANCE = 0.25
 OFFSET_COPIES_MS = (300, 1_000, 60_000)
 #: The least fault phase of such a run: a tombstone leaves a table in it.
 MAINTENANCE_MS = 15_000
@@ -246,8 +248,7 @@ class SimOptions:
     together_jobs: int = field(default=0, repr=False)
     #: Number of members of the consumer group that reads the topics; not in `repr` either.
     groups: int = field(default=0, repr=False)
-    #: Whether a query that lags behind holds retention; not in `repr` either.  Only runs that name
-    #: it have it.
+    #: Whether a query that lags behind holds retention; not in `repr` either.
     holds: bool = field(default=False, repr=False)
     #: Topics whose logs or tables are cleaned, with writers and readers of their own; not in `repr`
     #: either.
@@ -330,7 +331,8 @@ def drawn(rng: random.Random, *, faults: Iterable[str] | None = None, **given: A
     options = replace(options, faults=(*options.faults, *more))
     if rng.random() < GROUP_CHANCE and brokers >= JOB_BROKERS_MIN:
         options = with_group(rng, options)
-    return replace(options, internal_flushed=rng.random() < 0.5)
+    internal_flushed, holds = rng.random() < 0.5, rng.random() < HOLDS_CHANCE
+    return replace(options, internal_flushed=internal_flushed, holds=options.holds or holds)
 
 
 def with_transactions(rng: random.Random, options: SimOptions, brokers: int) -> SimOptions:
