@@ -20,10 +20,12 @@ are run again.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 from collections import deque
@@ -58,6 +60,7 @@ from pk.sim.options import (
 from pk.sim.world import TRACE_TAIL, SimWorld
 
 RESULTS = ".sim/long.jsonl"
+_PR_SET_PDEATHSIG = 1
 FAULT_MS = 120_000
 ACKNOWLEDGED_MIN = 2_000
 EVENTS_PER_S_MIN = 20_000
@@ -65,7 +68,6 @@ EVENTS_PER_S_MIN = 20_000
 #: (max_tasks_per_child, which replaces one process at a time, hangs if all processes reach their
 #: limit at once: gh-115634.)
 SEEDS_PER_PROCESS = 50
-#: The parts of the package whose content is the key of a campaign.
 #: Pause between two progress lines where no progress bar is shown.
 TELL_EVERY_MS = 60_000
 #: Number of new objects between two collections of young objects: a run makes few cycles.
@@ -385,8 +387,18 @@ class CampaignProgress:
 
 
 def processes(jobs: int) -> Executor:
-    """Return the executor whose processes run the seeds."""
-    return ProcessPoolExecutor(jobs, get_context("spawn"))
+    """Return the executor whose processes run the seeds.  They end with this process, however it
+    ends.
+    """
+    return ProcessPoolExecutor(jobs, get_context("spawn"), _end_with, (os.getpid(),))
+
+
+def _end_with(parent: int) -> None:
+    """On Linux, have the kernel kill this process when `parent` dies."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it died before the line above
+            os._exit(1)
 
 
 def finished(

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import gc
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
+import psutil
 import pytest
 
 from pk.sim import long
@@ -178,3 +182,19 @@ def test_a_seed_that_acknowledged_too_little_fails_the_campaign() -> None:
     assert verdict([row(1) | {"acknowledged": 2} | asked])[1] == []
     (why,) = verdict([row(1) | asked, row(2) | {"acknowledged": 1} | asked])[1]
     assert why == "seed 2: only 1 were acknowledged"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other kernels do not tell of a parent's death")
+def test_a_killed_campaign_leaves_no_process(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pk.sim.long", "--seeds", "4", "--jobs", "1"]
+    results = ["--results", str(tmp_path / "rows")]
+    with subprocess.Popen([*command, *results], stdout=subprocess.DEVNULL) as campaign:
+        parent = psutil.Process(campaign.pid)
+        workers: list[psutil.Process] = []
+        deadline = monotonic() + 60
+        while not any("spawn_main" in str(each.cmdline()) for each in workers):
+            assert monotonic() < deadline, "no worker began"
+            sleep(0.05)
+            workers = parent.children(recursive=True)
+        campaign.kill()
+    assert not psutil.wait_procs(workers, timeout=60)[1]
