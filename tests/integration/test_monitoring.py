@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from real_cluster import until
 
 from pk import AdminClient, Consumer, Producer, TopicPartition
 from pk.cli.embedded import EmbeddedServer, ReservedPorts
@@ -45,8 +46,14 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             read = 0
             while read < 100:
                 read += len(consumer.poll(10))
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
-            yield reply.read().decode()
+        yield until(lambda: with_the_tier(port), "the tier process has metrics, too")
+
+
+def with_the_tier(port: int) -> str:
+    """Return a scrape of the whole node; '' before its tier process answers."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
+        found: str = reply.read().decode()
+    return found if "pk_tier_damaged_files" in found else ""
 
 
 def names(text: str) -> set[str]:

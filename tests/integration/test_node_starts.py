@@ -6,6 +6,7 @@ test_monitoring.py and tests/chaos execute their nodes.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -29,7 +30,7 @@ def started(server: EmbeddedServer) -> Any:
 
 def test_a_forked_node_is_a_child_of_the_test(tmp_path: Path) -> None:
     with EmbeddedServer(tmp_path) as server:
-        assert isinstance(started(server), Started)
+        assert isinstance(started(server), Started), STARTS.why
         found = server.pids()
         assert set(found) == {"supervisor", "controller", "broker"}
         supervisor = psutil.Process(found["supervisor"])
@@ -75,4 +76,15 @@ def test_a_command_within_this_process_changes_no_start() -> None:
     STARTS.loaded()
     assert run(["topics", "list", "--bootstrap", "127.0.0.1:1", "--nonsense"]) == 2
     same = launch(pk_command("version"), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    assert (same.wait(60), type(same)) == (0, Started)
+    assert (same.wait(60), type(same), STARTS.why) == (0, Started, "")
+
+
+def test_loading_deltalake_in_this_process_changes_no_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """deltalake sets a variable when it is loaded."""
+    STARTS.loaded()
+    monkeypatch.setenv("_RJEM_MALLOC_CONF", "dirty_decay_ms:500,muzzy_decay_ms:1000")
+    importlib.import_module("deltalake")
+    same = launch(pk_command("version"), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    assert (same.wait(60), type(same), STARTS.why) == (0, Started, "")

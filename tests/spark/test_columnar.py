@@ -104,8 +104,10 @@ def test_python_goes_on_where_the_jvm_stopped(tiered, load) -> None:
     """Rules S5 to S7: a footer and a page that were changed, a file that is gone."""
     topic, root = tiered
     expected = in_order(load(topic, columnar="false").collect())
-    # a file each: the servers may replace one that a reader reported as damaged
-    for at, victim in enumerate(sorted(root.glob("partition=0/*.parquet"))[:3]):
+    # a file each: the servers may replace one that a reader reported as damaged; large ones: the
+    # pages of `value` fill them
+    files = sorted(root.glob("partition=0/*.parquet"), key=lambda each: each.stat().st_size)
+    for at, victim in enumerate(files[-3:]):
         whole = victim.read_bytes()
         if at == 0:
             victim.unlink()
