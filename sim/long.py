@@ -20,12 +20,10 @@ are run again.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import json
 import logging
 import os
-import signal
 import subprocess
 import sys
 from collections import deque
@@ -42,6 +40,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 import pk
 from pk import clock
+from pk.server.node.run_config import die_with
 from pk.sim.campaign import Run, RunResult
 from pk.sim.campaign_key import imported, simulator, tested
 from pk.sim.options import (
@@ -60,7 +59,6 @@ from pk.sim.options import (
 from pk.sim.world import TRACE_TAIL, SimWorld
 
 RESULTS = ".sim/long.jsonl"
-_PR_SET_PDEATHSIG = 1
 FAULT_MS = 120_000
 ACKNOWLEDGED_MIN = 2_000
 EVENTS_PER_S_MIN = 20_000
@@ -390,15 +388,7 @@ def processes(jobs: int) -> Executor:
     """Return the executor whose processes run the seeds.  They end with this process, however it
     ends.
     """
-    return ProcessPoolExecutor(jobs, get_context("spawn"), _end_with, (os.getpid(),))
-
-
-def _end_with(parent: int) -> None:
-    """On Linux, have the kernel kill this process when `parent` dies."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it died before the line above
-            os._exit(1)
+    return ProcessPoolExecutor(jobs, get_context("spawn"), die_with, (os.getpid(),))
 
 
 def finished(

@@ -145,9 +145,9 @@ COMPACTION_CHANCE = 0.25
 MAINTENANCE_CHANCE = 0.2
 #: The share of seeds that have a consumer group, and how often the tier copies its offsets.
 GROUP_CHANCE = 0.35
+OFFSET_COPIES_MS = (300, 1_000, 60_000)
 #: The share of seeds with a query that lags behind and holds retention.
 HOLDS_CHANCE = 0.25
-OFFSET_COPIES_MS = (300, 1_000, 60_000)
 #: The least fault phase of such a run: a tombstone leaves a table in it.
 MAINTENANCE_MS = 15_000
 #: delete_retention_ms of compacted topics.

@@ -357,11 +357,15 @@ def check_descriptor_limit() -> None:
 
 def die_with_parent() -> None:
     """On Linux, have the kernel kill this process when the supervisor dies (rule P1)."""
+    parent = os.environ.get(SUPERVISOR_PID)
+    if parent is not None:  # else it was started by hand
+        die_with(int(parent))
+
+
+def die_with(parent: int) -> None:
+    """On Linux, have the kernel kill this process when `parent`, which started it, dies."""
     if sys.platform != "linux":
         return
-    parent = os.environ.get(SUPERVISOR_PID)
-    if parent is None:  # started by hand
-        return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(parent):  # the supervisor died between the start and this line
+    if os.getppid() != parent:  # it died between the start and this line
         os._exit(EXIT_FAILED)
