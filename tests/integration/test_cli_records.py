@@ -6,6 +6,7 @@ import io
 import json
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -76,6 +77,57 @@ def numbers(server: EmbeddedServer) -> str:
 def test_positions(pk: Pk, numbers: str, arguments: list[str], expected: Any) -> None:
     found = pk("consume", numbers, *arguments)
     assert found.split() == [b"%d" % number for number in expected]
+
+
+@pytest.fixture(scope="module")
+def orders(server: EmbeddedServer) -> list[str]:
+    """Two topics of two records each, and one whose name is longer."""
+    names = ["orders-a", "orders-b", "old-orders-a"]
+    with AdminClient(server.address) as admin, Producer(server.address) as producer:
+        for name in names:
+            admin.create_topic(name, partitions=1)
+            for number in range(2):
+                producer.send(name, b"%d" % number, partition=0)
+        producer.flush()
+    return names
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["orders-a", "old-orders-a", "--tail", "1"], ["old-orders-a 1", "orders-a 1"]),
+        (["orders-a", "orders-a", "--tail", "1"], ["orders-a 1"]),
+        (["--include", "orders-[ab]", "--tail", "1"], ["orders-a 1", "orders-b 1"]),
+        (
+            ["--include", "orders-.", "--from", "start", "--to", "1"],
+            ["orders-a 0", "orders-b 0"],
+        ),
+        (
+            ["--include", "orders-.", "--from-beginning", "--max", "4"],
+            ["orders-a 0", "orders-a 1", "orders-b 0", "orders-b 1"],
+        ),
+        (
+            ["--include", "orders-.", "--group", "of-orders", "--from-beginning", "--max", "4"],
+            ["orders-a 0", "orders-a 1", "orders-b 0", "orders-b 1"],
+        ),
+    ],
+)
+def test_several_topics(pk: Pk, orders: list[str], arguments: list[str], expected: Any) -> None:
+    found = pk("consume", *arguments, "--print-topic", "--separator", " ", "--timeout-ms", "1m")
+    assert sorted(found.decode().splitlines()) == expected
+
+
+def test_a_topic_that_appears_later_is_read(server: EmbeddedServer, pk: Pk) -> None:
+    def create() -> None:
+        with AdminClient(server.address) as admin, Producer(server.address) as producer:
+            admin.create_topic("later-1", partitions=1)
+            producer.send("later-1", b"seen").result(60)
+
+    with ThreadPoolExecutor(1) as pool:
+        created = pool.submit(create)
+        given = ("consume", "--include", "later-.*", "--from-beginning", "--max", "1")
+        assert pk(*given, "--timeout-ms", "1m") == b"seen\n"
+        created.result()
 
 
 def test_a_format(pk: Pk, numbers: str) -> None:
@@ -155,6 +207,13 @@ def test_headers_and_a_time_for_every_line(pk: Pk) -> None:
         (["consume", "numbers", "--tail", "1", "--follow", "--to", "5"], b"--follow and --to"),
         (["consume", "numbers", "--group", "g", "--tail", "1"], b"goes on where the group was"),
         (["consume", "numbers", "--grep", "["], b"--grep '['"),
+        (["consume"], b"give topics to read, or --include"),
+        (["consume", "numbers", "--include", "n.*"], b"contradict each other"),
+        (["consume", "--include", "["], b"--include '['"),
+        (["consume", "--include", "n.*", "--partition", "0"], b"--partition is of one topic"),
+        (["consume", "numbers", "lines", "--partition", "0"], b"--partition is of one topic"),
+        (["consume", "--include", "__.*", "--tail", "1"], b"no topic matches '__.*'"),
+        (["consume", "numbers", "nowhere", "--tail", "1"], b"nowhere"),
         (["consume", "numbers", "--format", "%z"], b"--format has no %z"),
         (["consume", "numbers", "--format", "%v", "--print-key"], b"contradict each other"),
         (["produce", "numbers", "--header", "x"], b"--header takes name=value"),

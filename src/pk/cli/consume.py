@@ -1,10 +1,10 @@
-"""`pk consume TOPIC`: print records, as they come or up to --max.
+"""`pk consume TOPIC…`: print records, as they come or up to --max.
 
 With --group, the command is a member of a consumer group.  It commits what it has printed, and
 nothing that waits in a buffer: records are flushed to stdout before their offsets are committed.
 
 --from, --to and --tail name positions (cli/positions), which are resolved once at the start, for
-the partitions that exist then.
+the partitions that exist then (cli/consumed_topics).
 
 With --json, stdout holds records only.  A failure is a line on stderr, as without it.
 """
@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from pk import errors
-from pk.cli import positions, record_text
+from pk.cli import consumed_topics, positions, record_text
 from pk.cli.common import DEFAULT_BOOTSTRAP, AsJson, BootstrapOption, duration, opened, quiet_end
+from pk.cli.consumed_topics import ReadBounds
 from pk.clock import monotonic_s, wall_ms
 from pk.types import Record, TopicPartition
 
@@ -39,7 +40,15 @@ _REMOVED = (
 )
 
 
-Topic = Annotated[str, typer.Argument(help="topic name", metavar="TOPIC")]
+Topics = Annotated[list[str] | None, typer.Argument(help="topic names", metavar="[TOPIC]…")]
+Include = Annotated[
+    str | None,
+    typer.Option(
+        "--include",
+        metavar="REGEX",
+        help="instead of names: all topics whose whole name matches, later ones too",
+    ),
+]
 FromBeginning = Annotated[
     bool,
     typer.Option("--from-beginning", help="start at the first record, not behind the last"),
@@ -52,7 +61,7 @@ Tail = Annotated[
 ]
 Follow = Annotated[bool, typer.Option("--follow", help="with --tail: go on")]
 Max = Annotated[int | None, typer.Option("--max", min=1, help="stop after so many printed records")]
-Partition = Annotated[int | None, typer.Option(min=0, help="read only this partition")]
+Partition = Annotated[int | None, typer.Option(min=0, help="read only this partition of the topic")]
 Offset = Annotated[int | None, typer.Option(min=0, help="start there (needs --partition)")]
 Grep = Annotated[
     str | None,
@@ -79,6 +88,7 @@ Format = Annotated[
         help=r"as kcat: '%t %p %o %k %v\n'; %T ms, %d date, %h headers, %K and %S lengths",
     ),
 ]
+PrintTopic = Annotated[bool, typer.Option("--print-topic", help="the topic, first")]
 PrintKey = Annotated[bool, typer.Option("--print-key", help="the key before the value")]
 PrintHeaders = Annotated[bool, typer.Option("--print-headers", help="headers as name=value,…")]
 PrintOffset = Annotated[bool, typer.Option("--print-offset", help="partition and offset")]
@@ -90,7 +100,8 @@ Separator = Annotated[
 
 @app.command()
 def consume(
-    topic: Topic,
+    topics: Topics = None,
+    include: Include = None,
     from_beginning: FromBeginning = False,
     begin: From = None,
     end: To = None,
@@ -104,6 +115,7 @@ def consume(
     isolation: Isolation = "read_committed",
     timeout_ms: SilenceMs = None,
     format_: Format = None,
+    print_topic: PrintTopic = False,
     print_key: PrintKey = False,
     print_headers: PrintHeaders = False,
     print_offset: PrintOffset = False,
@@ -112,20 +124,23 @@ def consume(
     bootstrap: BootstrapOption = DEFAULT_BOOTSTRAP,
     as_json: AsJson = False,
 ) -> None:
-    """Print the records of a topic; Ctrl-C ends it.
+    """Print the records of topics; Ctrl-C ends it.
 
     Examples: pk consume flights --tail 10 --print-key
 
               pk consume flights --from 1h --to end --grep JFK --json
+
+              pk consume --include 'orders-.*' --print-topic
     """
     from pk.client.consumer import Consumer
 
+    choice = consumed_topics.choice(topics or (), include, partition)
     bounds = _bounds(begin, end, tail, offset, follow=follow, from_beginning=from_beginning)
     if offset is not None and partition is None:
         raise errors.InvalidOption("--offset needs --partition", option="offset")
     if group is not None:
         _check_group(partition, bounds)
-    fields = (print_key, print_headers, print_offset, print_timestamp)
+    fields = _Fields(print_topic, print_key, print_headers, print_offset, print_timestamp)
     line = _line(fields, separator, format_, as_json=as_json)
     printer = _Printer(
         line,
@@ -142,7 +157,8 @@ def consume(
     if group is not None:
         options |= {"group_id": group, "enable_auto_commit": False}
     with quiet_end(), opened(Consumer(bootstrap, **options), bootstrap) as consumer:
-        printer.print(consumer, _chosen(consumer, topic, partition, bounds, printer.seconds))
+        stops = consumed_topics.begin(consumer, bootstrap, choice, bounds, printer.seconds)
+        printer.print(consumer, stops)
 
 
 def _at_most_one(**given: object) -> None:
@@ -151,18 +167,28 @@ def _at_most_one(**given: object) -> None:
         raise errors.InvalidOption(f"{' and '.join(names)} contradict each other: give one")
 
 
-def _check_group(partition: int | None, bounds: _Bounds) -> None:
+def _check_group(partition: int | None, bounds: ReadBounds) -> None:
     if partition is not None:
         raise errors.InvalidOption("--group shares all partitions: it takes no --partition")
-    if bounds != (None, None):
+    if bounds != ReadBounds():
         raise errors.InvalidOption(
             "--group goes on where the group was: it takes no --from, --to and --tail "
             "(pk groups reset-offsets moves it)"
         )
 
 
+class _Fields(NamedTuple):
+    """Which fields are printed before the value."""
+
+    topic: bool
+    key: bool
+    headers: bool
+    offset: bool
+    timestamp: bool
+
+
 def _line(
-    fields: tuple[bool, bool, bool, bool], separator: str, format_: str | None, *, as_json: bool
+    fields: _Fields, separator: str, format_: str | None, *, as_json: bool
 ) -> Callable[[Record], bytes]:
     """Return what prints a record: JSON, the caller's format, or fields with a separator."""
     _at_most_one(json=as_json, format_=format_ is not None, print_options=any(fields))
@@ -170,7 +196,7 @@ def _line(
         return record_text.json_line
     if format_ is not None:
         return record_text.format_of(format_)
-    return _Formatter(*fields, record_text.unescaped(separator)).of
+    return _Formatter(fields, record_text.unescaped(separator)).of
 
 
 def _pattern(text: str) -> re.Pattern[bytes]:
@@ -178,13 +204,6 @@ def _pattern(text: str) -> re.Pattern[bytes]:
         return re.compile(text.encode())
     except re.error as cause:
         raise errors.InvalidOption(f"--grep {text!r}: {cause}", option="grep") from None
-
-
-class _Bounds(NamedTuple):
-    """Where to start and to stop; None = as a subscription does, and never."""
-
-    begin: positions.TopicPosition | None
-    end: positions.TopicPosition | None
 
 
 def _bounds(
@@ -195,7 +214,7 @@ def _bounds(
     *,
     follow: bool,
     from_beginning: bool,
-) -> _Bounds:
+) -> ReadBounds:
     """Return the bounds of the command's options.  Raises `InvalidOption`."""
     _at_most_one(from_beginning=from_beginning, from_=begin, tail=tail, offset=offset is not None)
     if follow and tail is None:
@@ -210,7 +229,7 @@ def _bounds(
             last = positions.TopicPosition(positions.END)
     if offset is not None:
         first = positions.TopicPosition(positions.OFFSET, offset)
-    return _Bounds(first, last)
+    return ReadBounds(first, last)
 
 
 class _Printer:
@@ -283,57 +302,23 @@ def _commit(consumer: Consumer, records: Sequence[Record], *, whole: bool) -> No
         typer.echo(f"not committed, so other members print it again: {refusal.message}", err=True)
 
 
-def _chosen(
-    consumer: Consumer,
-    topic: str,
-    partition: int | None,
-    bounds: _Bounds,
-    seconds: float | None,
-) -> Mapping[TopicPartition, int]:
-    """Make the consumer read what was asked for; return the stops of its partitions."""
-    places = consumer.partitions_for(topic, timeout_s=seconds)  # fails at once for an unknown topic
-    if partition is None and bounds == (None, None):
-        consumer.subscribe([topic])
-        return {}
-    if partition is not None:
-        place = TopicPartition(topic, partition)
-        if place not in places:
-            raise errors.UnknownTopicOrPartition(
-                f"{topic} has no partition {partition}: there are {len(places)}"
-            )
-        places = [place]
-    consumer.assign(places)
-
-    def at_time(time_ms: int) -> dict[TopicPartition, int]:
-        found = consumer.offsets_for_times(dict.fromkeys(places, time_ms), seconds)
-        return {place: at.offset if at else -1 for place, at in found.items()}
-
-    first = consumer.beginning_offsets(places, seconds)
-    last = consumer.end_offsets(places, seconds)
-    if bounds.begin is not None:
-        for place, offset in positions.resolved(bounds.begin, first, last, at_time).items():
-            consumer.seek(place, offset)
-    return {} if bounds.end is None else positions.resolved(bounds.end, first, last, at_time)
-
-
 class _Formatter:
     """Formats a record as a line of bytes; keys and values are printed as they were stored."""
 
-    def __init__(
-        self, key: bool, headers: bool, offset: bool, timestamp: bool, separator: bytes
-    ) -> None:
-        self._key, self._headers, self._offset, self._timestamp = key, headers, offset, timestamp
-        self._separator = separator
+    def __init__(self, fields: _Fields, separator: bytes) -> None:
+        self._fields, self._separator = fields, separator
 
     def of(self, record: Record) -> bytes:
         fields: list[bytes] = []
-        if self._timestamp:
+        if self._fields.topic:
+            fields.append(record.topic.encode())
+        if self._fields.timestamp:
             fields.append(b"%d" % record.timestamp_ms)
-        if self._offset:
+        if self._fields.offset:
             fields.append(b"%d:%d" % (record.partition, record.offset))
-        if self._headers:
+        if self._fields.headers:
             fields.append(record_text.headers_shown(record))
-        if self._key:
+        if self._fields.key:
             fields.append(record_text.shown(record.key))
         fields.append(record_text.shown(record.value))
         return self._separator.join(fields) + b"\n"
