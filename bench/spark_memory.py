@@ -1,6 +1,6 @@
 """What an executor of Spark needs beside its heap to read a topic, through Python and in the JVM.
 
-    python -m bench.spark_memory [--records 2000000] [--heap-mb 1024] [--only "hot zstd"]
+    python -m bench.spark_memory [--records 1000000] [--heap-mb 1024] [--only "hot zstd"]
 
 The executor is a process of its own with two cores (local-cluster).  The limit of its container is
 `spark.executor.memory`, the heap, and `spark.executor.memoryOverhead`, which has to hold the rest
@@ -8,7 +8,7 @@ of the JVM and the Python workers.  Each reading (hot: the log, without and with
 table) gets a new executor for each way, and runs three times.  The query needs the values of all
 records.  One line of JSON for each:
 
-  peak_mb    the most that the executor and its workers had at one time (PSS, asked every 50 ms)
+  peak_mb    the most that the executor and its workers had at one time (PSS, asked every 250 ms)
   beside_mb  the same where the heap is touched as a whole at the start (-Xms, AlwaysPreTouch), less
              the heap: what spark.executor.memoryOverhead has to hold
 """
@@ -31,7 +31,7 @@ from bench import processes
 VALUE_BYTES = 100
 PARTITIONS = 2
 RUNS = 3
-_LOOK_S = 0.05
+_LOOK_S = 0.25  # the kernel walks all pages at each look, and the process waits
 _EXECUTOR = b"CoarseGrainedExecutorBackend"
 Compression = Literal["none", "lz4", "zstd"]
 KINDS: dict[str, tuple[Compression, bool]] = {
@@ -178,7 +178,7 @@ def reading(kind: str, count: int, heap_mb: int, root: Path) -> Iterator[dict[st
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, and print the figures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--records", type=int, default=2_000_000)
+    parser.add_argument("--records", type=int, default=1_000_000)
     parser.add_argument("--heap-mb", type=int, default=1024)
     parser.add_argument("--only", choices=tuple(KINDS))
     given = parser.parse_args(arguments)
