@@ -47,13 +47,17 @@ _RESTORED = errors.DataLoss(
 _AGED_OUT = "it was deleted or aged out while it was read"
 
 
-def taken(part: Range) -> errors.DataLoss:
+def taken(part: Range, missing: Spans) -> errors.DataLoss:
     """Return why a table lacks these rows, which its counters say it had.
 
     A restore goes on in the next block of offsets (pk.generations): the gap ends where it begins.
+    missing: all that the table lacks.  The read may end within the gap, the gap itself does not.
     """
-    ends_block = part.start // generations.OFFSETS != part.end // generations.OFFSETS
-    return _RESTORED if ends_block else _TAKEN
+    for start, end in missing:
+        inside = start <= part.start and part.end <= end
+        if inside and start // generations.OFFSETS != end // generations.OFFSETS:
+            return _RESTORED
+    return _TAKEN
 
 
 class PkWarning(UserWarning):
@@ -252,7 +256,8 @@ class Planner:
                 losses.append(_loss(one._replace(end=start), cause))
                 one = one._replace(start=start)
             if table is not None and one.size:
-                losses += [_loss(part, taken(part)) for part in ranges.within(table.missing, one)]
+                parts = ranges.within(table.missing, one)
+                losses += [_loss(part, taken(part, table.missing)) for part in parts]
             left.append(one)
         self.settle(losses)
         return [one for one in left if one.size]

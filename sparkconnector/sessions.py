@@ -8,18 +8,24 @@ was built otherwise, call `register(spark)`.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pk import errors
 from pk.sparkconnector import columnar_jar, jars
 from pk.sparkconnector.java import find_java
 from pk.sparkconnector.planner import warn
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+    from pk.sparkconnector.as_of import TopicVersion
+    from pk.sparkconnector.offsets import Range
+    from pk.sparkconnector.planner import Planner
 
 _DELTA = {
     "spark.sql.extensions": "io.delta.sql.DeltaSparkSessionExtension",
@@ -213,52 +219,99 @@ def read_topic(
 
     Returns the columns of `format("pk")`, each offset once.  The boundary is the table's end at one
     version, per partition, so the two halves fit whatever is tiered meanwhile.  Raises
-    `UnknownTopicOrPartition`, `BrokerUnavailable`, `TableVersionNotFound`.
+    `UnknownTopicOrPartition`, `BrokerUnavailable`, `TableVersionNotFound`, and `DataLoss` if rows
+    of the table are missing, as after a restore; `failOnDataLoss=false` reads what is there.
 
         read_topic(spark, "events", "localhost:9092").groupBy("partition").count().show()
     """
-    from pk.sparkconnector.connection import cluster
-    from pk.sparkconnector.option_names import CONNECT_TIMEOUT_MS
-
     _verify_pages(spark)
-    if version_as_of is not None or timestamp_as_of is not None:
-        named = {"versionAsOf": version_as_of, "timestampAsOf": timestamp_as_of}
-        return _as_of(
-            spark, topic, bootstrap, include_headers,
-            {**options, **{name: value for name, value in named.items() if value is not None}},
-        )  # fmt: skip
-    given = {name.lower(): value for name, value in options.items()}
-    line = cluster(bootstrap, None, int(given.get("connecttimeoutms", CONNECT_TIMEOUT_MS)))
-    found = line.topics([topic])
-    bounds = line.bounds(found, read_committed=True)
-    tier = line.tier(topic)
-    if tier.uri and not _readable(spark, tier.uri):
-        warn(f"Spark has no file system for {tier.uri} (hadoop-aws is missing): pk reads it itself")
-        tier = tier._replace(uri="", ends={})
-    middles = {one.partition: max(one.earliest, tier.ends.get(one.partition, 0)) for one in bounds}
-    middles = {
-        p: min(middle, next(b.latest for b in bounds if b.partition == p))
-        for p, middle in middles.items()
-    }
-    starts = {topic: {str(p): middle for p, middle in middles.items()}}
-    ends = {topic: {str(one.partition): one.latest for one in bounds}}
-    reader = (
-        spark.read.format("pk").option("pk.bootstrap.servers", bootstrap).option("subscribe", topic)
-    )
-    for name, value in options.items():
-        reader = reader.option(name, _text(value))
-    tail = (
-        reader.option("includeHeaders", _text(include_headers))
-        .option("startingOffsets", _json(starts))
-        .option("endingOffsets", _json(ends))
-        .load()
-    )
-    cold = [(one.partition, one.earliest, middles[one.partition]) for one in bounds]
-    if not tier.uri or not any(middle > earliest for _, earliest, middle in cold):
+    if version_as_of is None and timestamp_as_of is None:
+        return _as_it_is(spark, topic, bootstrap, include_headers, options)
+    named = {"versionAsOf": version_as_of, "timestampAsOf": timestamp_as_of}
+    return _as_of(
+        spark, topic, bootstrap, include_headers,
+        {**options, **{name: value for name, value in named.items() if value is not None}},
+    )  # fmt: skip
+
+
+def _as_it_is(
+    spark: SparkSession,
+    topic: str,
+    bootstrap: str,
+    include_headers: bool,
+    options: Mapping[str, Any],
+) -> DataFrame:
+    """Return a topic up to its present end: the table, and the log from the table's end."""
+    from pk.sparkconnector.offsets import Range
+    from pk.sparkconnector.options import source
+    from pk.sparkconnector.planner import Planner
+
+    given = {name: _text(value) for name, value in options.items()}
+    given |= {"pk.bootstrap.servers": bootstrap, "subscribe": topic}
+    planner = Planner(source(given, streaming=False))
+    bounds = planner.cluster.bounds(planner.cluster.topics([topic]), read_committed=True)
+    table = _table_now(spark, planner, topic, [one.partition for one in bounds])
+    wanted, starts, ends = [], {}, {}
+    for one in bounds:
+        middle = min(max(one.earliest, _end(table, one.partition)), one.latest)
+        starts[str(one.partition)], ends[str(one.partition)] = middle, one.latest
+        wanted.append(Range(topic, one.topic_id, one.partition, one.earliest, middle))
+    positions = {"startingOffsets": starts, "endingOffsets": ends}
+    given |= {name: json.dumps({topic: each}) for name, each in positions.items()}
+    given["includeHeaders"] = _text(include_headers)
+    tail = spark.read.format("pk").options(**given).load()
+    cold = _stored(planner, table, [one for one in wanted if one.size]) if table else []
+    if table is None or not cold:
         return tail
-    return (
-        _table(spark, topic, tier.uri, tier.version, cold).select(*tail.columns).unionByName(tail)
-    )
+    return _table(spark, topic, table, cold).select(*tail.columns).unionByName(tail)
+
+
+def _end(table: TopicVersion | None, partition: int) -> int:
+    return 0 if table is None else table.found.ends.get(partition, 0)
+
+
+def _table_now(
+    spark: SparkSession, planner: Planner, topic: str, partitions: Sequence[int]
+) -> TopicVersion | None:
+    """Return the newest known version of the table; None if Spark cannot read it natively."""
+    from pk.sparkconnector.as_of import TopicVersion
+    from pk.sparkconnector.table_files import list_files
+
+    tier = planner.cluster.tier(topic)
+    if not tier.uri:
+        return None
+    if not _readable(spark, tier.uri):
+        warn(f"Spark has no file system for {tier.uri} (hadoop-aws is missing): pk reads it itself")
+        return None
+    (one,) = planner.cluster.topics([topic])
+    try:
+        found = list_files(tier.uri, tier.storage_options, one.topic_id, partitions, tier.version)
+    except errors.TierUnavailable as cause:
+        warn(f"the tier of {topic} is read through the broker: {cause.message}")
+        return None
+    return TopicVersion(tier.uri, tier.storage_options, tier.version, found)
+
+
+def _stored(planner: Planner, table: TopicVersion, wanted: Sequence[Range]) -> Sequence[Range]:
+    """Return what the table has of the ranges, and report rows that are missing there (T17).
+
+    Spark reads the files natively, and does not see that they have fewer rows than were written.
+    """
+    from pk.sparkconnector.planner import PartitionTable
+    from pk.sparkconnector.tier_scan import ColdRange
+
+    place = ColdRange(table.uri, table.storage_options, version=table.version)
+    found = table.found
+    tables = {
+        (one.topic, one.partition): PartitionTable(
+            place,
+            found.files[one.partition],
+            found.starts[one.partition],
+            found.missing.get(one.partition, ()),
+        )
+        for one in wanted
+    }
+    return planner.left(wanted, tables)
 
 
 def _as_of(
@@ -270,6 +323,7 @@ def _as_of(
 ) -> DataFrame:
     """Return one version of a topic's table, which Spark reads natively if it can."""
     from pk.sparkconnector import as_of
+    from pk.sparkconnector.offsets import Range
     from pk.sparkconnector.options import source
     from pk.sparkconnector.planner import Planner
 
@@ -279,32 +333,37 @@ def _as_of(
     read = source(given, streaming=False)
     assert read.as_of is not None
     planner = Planner(read)
-    table = as_of.opened(planner, planner.topics()[0], read.as_of, {})
+    (one,) = planner.topics()
+    table = as_of.opened(planner, one, read.as_of, {})
     given.pop("timestampAsOf", None)
     given["versionAsOf"] = str(table.version)
     frame = spark.read.format("pk").options(**given).load()
     if not _readable(spark, table.uri):
         return frame
     ends = table.found.ends
-    rows = [(partition, start, ends[partition]) for partition, start in table.found.starts.items()]
-    if not any(end > start for _, start, end in rows):
+    wanted = [
+        Range(topic, one.topic_id, partition, start, ends[partition])
+        for partition, start in table.found.starts.items()
+    ]
+    cold = _stored(planner, table, [each for each in wanted if each.size])
+    if not cold:
         return frame
-    return _table(spark, topic, table.uri, table.version, rows).select(*frame.columns)
+    return _table(spark, topic, table, cold).select(*frame.columns)
 
 
 def _table(
-    spark: SparkSession, topic: str, uri: str, version: int, cold: list[tuple[int, int, int]]
+    spark: SparkSession, topic: str, table: TopicVersion, cold: Sequence[Range]
 ) -> DataFrame:
     from pyspark.sql import functions as fn
 
     inside = " OR ".join(
-        f"(partition = {partition} AND offset >= {start} AND offset < {end})"
-        for partition, start, end in cold
-        if end > start
+        f"(partition = {one.partition} AND offset >= {one.start} AND offset < {one.end})"
+        for one in cold
     )
-    table = spark.read.format("delta").option("versionAsOf", version).load(_spark_path(uri))
+    rows = spark.read.format("delta").option("versionAsOf", table.version)
     return (
-        table.where(inside)
+        rows.load(_spark_path(table.uri))
+        .where(inside)
         .withColumn("topic", fn.lit(topic))
         .withColumnRenamed("timestamp_type", "timestampType")
         .withColumn("headers", fn.expr("CASE WHEN size(headers) > 0 THEN headers END"))
@@ -327,9 +386,3 @@ def _readable(spark: SparkSession, uri: str) -> bool:
     except Exception:  # Py4JJavaError, or no JVM at all (Spark Connect)
         return False
     return True
-
-
-def _json(value: Any) -> str:
-    import json
-
-    return json.dumps(value)

@@ -175,6 +175,9 @@ def test_cold_and_hot_are_adjacent(start, length, tiered_end):
 
 def test_a_gap_of_a_restore_is_not_the_work_of_another_engine():
     first = generations.OFFSETS
-    assert "restored" in planner.taken(Range("t", "id", 0, 100, first)).message
-    for start, end in ((100, 120), (first, first + 5), (first - 5, first - 1)):
-        assert "another engine" in planner.taken(Range("t", "id", 0, start, end)).message
+    gap, deleted = (100, first), ((20, 30), (first, first + 5))
+    for start, end in (gap, (100, 120), (first - 5, first - 1), (first - 5, first)):
+        assert "restored" in planner.taken(Range("t", "id", 0, start, end), (gap,)).message
+    for start, end in deleted:
+        found = planner.taken(Range("t", "id", 0, start, end), (gap, *deleted))
+        assert "another engine" in found.message
