@@ -6,8 +6,14 @@ table's commit is the decision: a driver that comes after a crash asks the log, 
 
 The order of the steps, and what each driver may do, is in client/table_driver.
 
+A cluster that was restored from its tier has forgotten which batches the lost one committed (rule
+X9).  The table has not: it decided them.
+
 Invariants
   Y1  The rows are computed once: both sides read the same checkpointed rows.
+  Y2  After a restore, a batch that the table lacks is written: the lost cluster cannot have
+      committed it.  A batch that the table has, and the log does not know, is refused, because its
+      records may be in the topic.
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from pk import errors
+from pk import errors, generations, transactional_ids
 from pk.client import table_driver
 from pk.client.participant import BatchOfRun
 from pk.client.table_committer import TableBatchCommitter
@@ -27,6 +33,7 @@ from pk.sparkconnector import batch_commit
 from pk.sparkconnector.planner import warn
 from pk.sparkconnector.sink_options import SinkOptions, job_name, sink
 from pk.sparkconnector.task_writer import Columns, PkCommit, write_all
+from pk.tiering.table_decision import has_batch
 from pk.tiering.table_evidence import ApplicationState, state_of
 from pk.tiering.table_urls import normal_url
 from pk.types import RowSums, TopicId
@@ -58,9 +65,11 @@ def commit_together(
     if `batch_df` has the sink's columns; or for each topic a function that returns them.  options:
     as for `format("pk")`.  storage_options: deltalake's, to read the table's log.
 
-    Returns whether the batch was committed before; then nothing is written.  Raises `ReplayDiffers`
-    if it was committed with other rows, and `UnsupportedFeature` for a table that forgets
-    transactions.
+    Returns whether the batch was committed before; then nothing is written.
+
+    Raises `ReplayDiffers` if it was committed with other rows, or if a restored cluster cannot know
+    whether its topics have the batch (onLostHistory=write writes it there), and
+    `UnsupportedFeature` for a table that forgets transactions.
     """
     settings = _sink_of(options, app_id)
     url = normal_url(table)
@@ -71,13 +80,10 @@ def commit_together(
             "delta.setTransactionRetentionDuration, or pk cannot tell whether it has a batch"
         )
     run = str(uuid.UUID(bytes=os.urandom(16), version=4))
-    job, query, unknown = (
-        job_name(app_id, _TOGETHER),
-        f"table {state.table_id}",
-        settings.write_unknown,
-    )
-    batch = BatchOfRun(job, query, run, batch_id, write_unknown=unknown)
     decides = DecidingTable(url, state.table_id, app_id, batch_id)
+    unknown = settings.write_unknown or not has_batch(decides, state)  # Y2
+    job, query = job_name(app_id, _TOGETHER), f"table {state.table_id}"
+    batch = BatchOfRun(job, query, run, batch_id, write_unknown=unknown)
     with TableBatchCommitter(settings.bootstrap, batch, **settings.client) as driver:
         work = _Driver(driver, settings, batch, batch_df, topics, table, storage_options)
         return table_driver.driven(table_driver.steps(decides), work.perform)
@@ -104,18 +110,24 @@ class _Driver:
         self._table = table
         self._storage_options = storage_options
         self._frame = batch_df
+        self._unknown_job = False
 
     def perform(self, step: table_driver.Step) -> Any:
         """Do a step and return its result."""
         driver, accept = self._driver, self._settings.accept_mismatch
         match step:
             case table_driver.AskJob():
-                return driver.job()
+                job = driver.job()
+                self._unknown_job = job.last < 0 and job.awaited is None
+                return job
             case table_driver.ReadTable(url, app):
                 return _state(url, app, self._storage_options)
             case table_driver.WriteLog():
                 self._frame = self._batch_df.localCheckpoint()  # Y1
-                return _write_log(_rows_of(self._frame, self._topics), self._settings, self._batch)
+                rows = _rows_of(self._frame, self._topics)
+                written = _write_log(rows, self._settings, self._batch)
+                self._check_history(written)
+                return written
             case table_driver.Prepare(written, decides):
                 return driver.prepare(*written, decides, accept_mismatch=accept)
             case table_driver.WriteTable(app, version):
@@ -128,6 +140,26 @@ class _Driver:
             case table_driver.CommitSums(sums):
                 return driver.commit((), sums, accept_mismatch=accept)
         return None
+
+    def _check_history(self, written: WrittenLog) -> None:
+        """Abort batch 0, and raise `ReplayDiffers`, if a restore has lost whether the log has it.
+
+        The coordinator refuses later batches.  It cannot refuse this one, which begins a new job,
+        but the table shows that the job is not new (Y2).
+        """
+        batch = self._batch
+        restored = any(
+            generations.generation_of_epoch(transactional_ids.epoch_of_producer(producer_id))
+            for producer_id, _ in written.participants
+        )
+        if restored and self._unknown_job and not batch.write_unknown:
+            self._driver.abort()
+            raise errors.ReplayDiffers(
+                f"the table has batch {batch.batch} of {batch.job!r}, and this cluster, which was "
+                "restored from its tier, does not know whether its topics have it, too. Look for "
+                "the batch's rows there. If they are missing, onLostHistory=write writes them; if "
+                "some are there, it writes them a second time"
+            )
 
 
 def _sink_of(options: Mapping[str, str], app_id: str) -> SinkOptions:
