@@ -209,10 +209,16 @@ class Restore:
                 ids[unquote(each.path.split("/")[1])] = None
         if len(ids) == 1:
             return next(iter(ids))
-        what = f"several clusters: {', '.join(ids)}" if ids else "no copy of any cluster's metadata"
+        where = f"{self._store.url}/{CLUSTER_DIRECTORY}"
+        if ids:
+            raise errors.NothingToRestore(
+                f"{where} has several clusters: {', '.join(ids)}; give --cluster-id of the cluster "
+                "that was lost"
+            )
         raise errors.NothingToRestore(
-            f"{self._store.url}/{CLUSTER_DIRECTORY} has {what}; give --cluster-id of the cluster "
-            "that was lost"
+            f"{where} has no copy of the metadata of any cluster: give the --tier-url that the "
+            "lost cluster had. If it made no copies (tier_metadata_interval_ms=0), its tables can "
+            "only be read as Delta tables"
         )
 
     async def _alive(self, found: _Found) -> list[str]:
