@@ -66,6 +66,9 @@ HINTS: Mapping[type[errors.PkError], str] = {
 #: Commands whose stdout another program reads as records: an error there would be one of them.
 RECORDS_ON_STDOUT = frozenset({"consume"})
 
+#: Commands without --bootstrap: they work whatever the file with the profiles holds.
+NO_ADDRESS = frozenset({"server", "log", "jars", "doctor", "version", "demo"})
+
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 
@@ -121,16 +124,37 @@ def run(argv: Sequence[str]) -> int:
     """Run one command line and return its exit code."""
     try:
         argv, given = _leading(argv)
-        address = profiles.bootstrap(os.environ, given.get("bootstrap"), given.get("profile"))
+        if argv and argv[0] in COMMANDS:  # `pk topics --bootstrap … list`
+            rest, later = _leading(argv[1:])
+            argv, given = [argv[0], *rest], {**given, **later}
+        address = None
+        if given or _wants_address(argv):
+            address = profiles.bootstrap(os.environ, given.get("bootstrap"), given.get("profile"))
     except errors.PkError as error:
-        print(error_line(error), file=sys.stderr)
-        return 1
+        return _failed(error, argv)
     with _environment(profiles.BOOTSTRAP, address):
         return _run(argv)
 
 
+def _wants_address(argv: Sequence[str]) -> bool:
+    """Return whether a command line leaves its address to the environment and the profiles."""
+    if not argv or argv[0] not in COMMANDS or argv[0] in NO_ADDRESS:
+        return False
+    names = {argument.partition("=")[0] for argument in argv[1:]}
+    return names.isdisjoint({"--bootstrap", "--help"})
+
+
+def _failed(error: errors.PkError, argv: Sequence[str]) -> int:
+    """Print an error for the user or for a script, and return the exit code."""
+    if "--json" in argv and argv[0] not in RECORDS_ON_STDOUT:
+        print(json.dumps(error_object(error)))
+    else:
+        print(error_line(error), file=sys.stderr)
+    return 1
+
+
 def _leading(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Split the options before the subcommand from the rest.  Raises `InvalidOption`."""
+    """Split the first options, which choose the cluster, from the rest.  Raises `InvalidOption`."""
     rest, given = list(argv), dict[str, str]()
     while rest and (name := rest[0].partition("=")[0]) in ("--bootstrap", "--profile"):
         first = rest.pop(0)
@@ -182,11 +206,7 @@ def _run(argv: Sequence[str]) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except errors.PkError as error:
-        if "--json" in arguments and name not in RECORDS_ON_STDOUT:
-            print(json.dumps(error_object(error)))
-        else:
-            print(error_line(error), file=sys.stderr)
-        return 1
+        return _failed(error, argv)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 from pk import errors
-from pk.cli import profiles
-from pk.cli.app import run
+from pk.cli import completion, profiles
+from pk.cli.app import NO_ADDRESS, available, run
 
 TEXT = """
 profile = "dev"
@@ -59,7 +62,8 @@ def test_a_profile_that_is_not_whole_is_refused(
     ("text", "words"),
     [
         ("profile = ", "is not TOML"),
-        ("server = 1", "unknown setting server"),
+        ("server = 1", r"unknown setting server; there are profile and \[profiles.NAME\]"),
+        ("profile = ['a']", "profile is the name of one of the profiles"),
         ("profiles = 1", r"\[profiles.NAME\]"),
         ("[profiles]\ndev = 1", r"\[profiles.NAME\]"),
         ('profile = "a"\n[profiles.a]', "needs bootstrap"),
@@ -73,13 +77,85 @@ def test_a_file_with_mistakes_is_named(tmp_path: Path, text: str, words: str) ->
     assert str(path) in str(told.value)
 
 
-@pytest.mark.parametrize("given", [["--bootstrap", "h:7"], ["--bootstrap=h:7"]])
-def test_an_address_stands_before_the_subcommand_too(
-    given: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_file_that_was_named_must_be_there(tmp_path: Path) -> None:
+    with pytest.raises(errors.InvalidConfig, match="No such file"):
+        profiles.bootstrap({"PK_CONFIG": str(tmp_path / "none.toml")})
+    with pytest.raises(errors.InvalidConfig, match="Is a directory"):
+        profiles.bootstrap({"PK_CONFIG": str(tmp_path)})
+
+
+def test_a_user_may_have_no_home_or_one_that_cannot_be_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refused(_path: object) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    def homeless(_user: object) -> object:
+        raise KeyError("no such user")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "exists", refused)
+        patch.setattr(Path, "read_text", refused)
+        with pytest.raises(errors.InvalidConfig, match="Permission denied"):
+            profiles.bootstrap({"XDG_CONFIG_HOME": "/home/other"})
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", homeless)
+    assert profiles.bootstrap({}) is None
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["version"],
+        ["--help"],
+        ["topics", "--help"],
+        ["topics", "list", "--help"],
+        ["topics", "list", "--bootstrap=127.0.0.1:1", "--timeout-ms", "100ms"],
+        ["topics", "--bootstrap", "127.0.0.1:1", "list", "--timeout-ms", "100ms"],
+    ],
+)
+def test_a_file_with_mistakes_stops_no_command_that_needs_none(
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "c.toml").write_text("broken [[")
+    monkeypatch.setenv("PK_CONFIG", str(tmp_path / "c.toml"))
+    monkeypatch.delenv("PK_BOOTSTRAP", raising=False)
+    run(words)
+    assert "c.toml" not in capsys.readouterr().err
+    assert run(["topics", "list", "--json"]) == 1
+    assert "c.toml" in json.loads(capsys.readouterr().out)["error"]["message"]
+
+
+def test_commands_without_an_address_are_known() -> None:
+    def asks(command: Any) -> bool:
+        if hasattr(command, "commands"):
+            return any(asks(each) for each in command.commands.values())
+        return any("PK_BOOTSTRAP" in (each.envvar or "") for each in command.params)
+
+    whole: Any = typer.main.get_command(completion.root(available()))
+    without = {name for name, each in whole.commands.items() if not asks(each)}
+    assert without == NO_ADDRESS
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--bootstrap", "h:7", "topics", "list"],
+        ["--bootstrap=h:7", "topics", "list"],
+        ["topics", "--bootstrap", "h:7", "list"],
+        ["topics", "list", "--bootstrap", "h:7"],
+        ["consume", "t", "--bootstrap", "h:7"],
+    ],
+)
+def test_an_address_stands_before_or_behind_the_subcommand(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", "/nonexistent")
     monkeypatch.setenv("PK_BOOTSTRAP", "e:1")
-    assert run([*given, "topics", "list", "--timeout-ms", "100ms"]) == 1
+    assert run([*words, "--timeout-ms", "100ms"]) == 1
     assert "h:7: " in capsys.readouterr().err
     assert os.environ["PK_BOOTSTRAP"] == "e:1"
     assert run(["--bootstrap"]) == 1
