@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from pk import AdminClient, Consumer, Producer, TopicPartition
+from pk import AdminClient, Consumer, Producer, TopicPartition, errors
 from pk.cli.app import run
 from pk.cli.embedded import EmbeddedServer
+from pk.cli.record_text import of_json
 
 pytestmark = pytest.mark.integration
 
@@ -220,6 +221,7 @@ def test_headers_and_a_time_for_every_line(pk: Pk) -> None:
         (["produce", "numbers", "--timestamp", "noon"], b"--timestamp is a time"),
         (["topics", "offsets", "numbers", "--partition", "7"], b"no partition 7: there are 2"),
         (["topics", "create", "x", "--config", "retention_ms=1 month"], b"a duration such as 12h"),
+        (["topics", "create", "x", "--replica-assignment", ""], b"--replica-assignment '': write"),
     ],
 )
 def test_what_has_no_meaning_is_refused(pk: Pk, numbers: str, arguments: Any, words: bytes) -> None:
@@ -232,6 +234,33 @@ def test_a_line_that_is_no_record_is_refused_by_its_number(pk: Pk) -> None:
     assert said == b""
     found = pk("consume", "strict", "--from", "start", "--to", "end")
     assert found in (b"", b"1\n"), "lines before it may be stored"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"value": "a", "value_base64": "YQ=="}',
+        b'{"value": null, "value_base64": "YQ=="}',
+        b'{"value": "a", "key": "b", "key_base64": "YQ=="}',
+        b'{"value": "a", "headers": [{"name": "h", "value": "a", "value_base64": "YQ=="}]}',
+    ],
+)
+def test_bytes_that_are_given_twice_are_refused(line: bytes) -> None:
+    with pytest.raises(errors.InvalidOption, match=r"line 3 .* given twice"):
+        of_json(line, 3)
+
+
+def test_options_in_ms_take_durations(pk: Pk, numbers: str) -> None:
+    pk("topics", "create", "lingering")
+    pk("produce", "lingering", "--linger-ms", "0.5", text=b"0\n")
+    pk("produce", "lingering", "--linger-ms", "20ms", text=b"1\n")
+    few = ("--records", "1", "--timeout-ms", "20s", "--json")
+    assert json.loads(pk("perf", "produce", "lingering", *few, "--linger-ms", "1ms"))
+    assert json.loads(pk("perf", "consume", "lingering", *few))
+    pk("transactions", "list", "--open-longer-ms", "1h")
+    pk("transactions", "find-hanging", "--max-timeout-ms", "15m")
+    for bad in ("-1", "nan", "inf", "soon", "1GB"):
+        assert b"--linger-ms" in pk("produce", "lingering", "--linger-ms", bad, code=2)
 
 
 def test_durations_and_sizes_of_settings(pk: Pk) -> None:

@@ -53,6 +53,26 @@ def duration(least: int, most: int = TIMEOUT_MS_MAX) -> Callable[[Any], int]:
     return parse
 
 
+def _linger(given: Any) -> float:
+    """Parse how long a batch may wait, in ms: 0.5, 5 or 1s."""
+    try:
+        found = float(given)
+    except ValueError:
+        return duration(0)(given)
+    if not 0 <= found <= TIMEOUT_MS_MAX:  # nor is NaN
+        raise typer.BadParameter(f"{found} ms is not in the range from 0 to {TIMEOUT_MS_MAX}")
+    return found
+
+
+LingerMs = Annotated[
+    float,
+    typer.Option(
+        "--linger-ms",
+        parser=_linger,
+        metavar="DURATION",
+        help="how long a batch may wait: 0.5 (ms), 1s",
+    ),
+]
 TimeoutMs = Annotated[
     int,
     typer.Option(

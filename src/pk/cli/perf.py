@@ -14,9 +14,10 @@ import typer
 from pk import errors
 from pk.cli.common import (
     DEFAULT_BOOTSTRAP,
-    TIMEOUT_MS_MAX,
     AsJson,
     BootstrapOption,
+    LingerMs,
+    duration,
     opened,
     quiet_end,
     say,
@@ -131,13 +132,13 @@ def produce(
     ] = None,
     acks: Annotated[str, typer.Option(help="0, 1 or all")] = "all",
     compression: Annotated[str, typer.Option(help="none, lz4 or zstd")] = "none",
-    linger_ms: Annotated[float, typer.Option(min=0, help="how long a batch may wait")] = 5.0,
+    linger_ms: LingerMs = 5.0,
     timeout_ms: Annotated[
         int,
         typer.Option(
             "--timeout-ms",
-            min=1,
-            max=TIMEOUT_MS_MAX,
+            parser=duration(1),
+            metavar="DURATION",
             help="how long to wait for a broker, and for the acknowledgement of a record",
         ),
     ] = 120_000,
@@ -260,8 +261,8 @@ def consume(
         int,
         typer.Option(
             "--timeout-ms",
-            min=1,
-            max=TIMEOUT_MS_MAX,
+            parser=duration(1),
+            metavar="DURATION",
             help="how long to wait for a broker; stop when nothing came for so long",
         ),
     ] = 10_000,

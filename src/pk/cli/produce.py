@@ -16,6 +16,7 @@ from pk.cli import positions, record_text
 from pk.cli.common import (
     DEFAULT_BOOTSTRAP,
     BootstrapOption,
+    LingerMs,
     duration,
     opened,
     quiet_end,
@@ -50,7 +51,6 @@ Timestamp = Annotated[
 ]
 Acks = Annotated[str, typer.Option(help="0, 1 or all")]
 Compression = Annotated[str, typer.Option(help="none, lz4 or zstd")]
-LingerMs = Annotated[float, typer.Option(min=0, help="how long a batch may wait")]
 DeliveryMs = Annotated[
     int,
     typer.Option(

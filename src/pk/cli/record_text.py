@@ -148,7 +148,7 @@ class _Header(msgspec.Struct):
 class _Line(msgspec.Struct):
     value: str | msgspec.UnsetType | None = msgspec.UNSET
     value_base64: str | msgspec.UnsetType = msgspec.UNSET
-    key: str | None = None
+    key: str | msgspec.UnsetType | None = msgspec.UNSET
     key_base64: str | msgspec.UnsetType = msgspec.UNSET
     headers: list[_Header] = []
     partition: int | None = None
@@ -182,6 +182,8 @@ def of_json(line: bytes, number: int) -> NewRecord:
 
 def _data(text: str | msgspec.UnsetType | None, encoded: str | msgspec.UnsetType) -> bytes | None:
     if isinstance(encoded, str):
+        if text is not msgspec.UNSET:
+            raise ValueError("bytes are given twice, as text and in base64")
         try:
             return base64.b64decode(encoded, validate=True)
         except binascii.Error as cause:

@@ -33,7 +33,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 Names = Annotated[list[str], typer.Argument(help="topic names", metavar="TOPIC…")]
 
 ReplicaAssignmentOption = Annotated[
-    str,
+    str | None,
     typer.Option(
         help="brokers of each new partition, as kafka-topics takes them: 1:2:3,2:3:1 gives two "
         "partitions three replicas each; the first leads",
@@ -92,7 +92,7 @@ def create(
     replication_factor: Annotated[
         int | None, typer.Option(min=1, help="default: the server's default_replication_factor")
     ] = None,
-    replica_assignment: ReplicaAssignmentOption = "",
+    replica_assignment: ReplicaAssignmentOption = None,
     config: Configs = None,
     if_not_exists: Annotated[
         bool, typer.Option("--if-not-exists", help="a topic that is there already is fine")
@@ -123,10 +123,12 @@ def create(
         _report(results, "created", as_json)
 
 
-def _assignment(text: str) -> list[list[int]]:
+def _assignment(text: str | None) -> list[list[int]]:
     """Return the broker ids for each partition of kafka-topics' notation "1:2,2:3"."""
+    if text is None:
+        return []
     try:
-        return [[int(one) for one in part.split(":")] for part in text.split(",")] if text else []
+        return [[int(one) for one in part.split(":")] for part in text.split(",")]
     except ValueError:
         raise errors.InvalidOption(
             f"--replica-assignment {text[:100]!r}: write broker ids as 1:2,2:3, a colon between "
@@ -224,7 +226,7 @@ def alter(
     add_partitions: Annotated[
         int | None, typer.Option(min=1, help="so many partitions more")
     ] = None,
-    replica_assignment: ReplicaAssignmentOption = "",
+    replica_assignment: ReplicaAssignmentOption = None,
     config: Configs = None,
     unset: Annotated[
         list[str] | None,

@@ -16,6 +16,7 @@ from pk.cli.common import (
     BootstrapOption,
     TimeoutMs,
     countdown,
+    duration,
     error_json,
     opened,
     quiet_end,
@@ -58,7 +59,12 @@ def list_transactions(
         list[int] | None, typer.Option("--producer-id", help="a producer id; repeatable")
     ] = None,
     open_longer_ms: Annotated[
-        int, typer.Option(min=0, help="only transactions that are open for longer than this")
+        int,
+        typer.Option(
+            parser=duration(0),
+            metavar="DURATION",
+            help="only transactions that are open for longer than this: 1500 (ms), 90s",
+        ),
     ] = 0,
     bootstrap: BootstrapOption = DEFAULT_BOOTSTRAP,
     timeout_ms: TimeoutMs = 60_000,
@@ -299,7 +305,8 @@ def find_hanging(
     max_timeout_ms: Annotated[
         int,
         typer.Option(
-            min=1,
+            parser=duration(1),
+            metavar="DURATION",
             help="a transaction that is open for longer hangs: give the brokers' "
             "transaction_max_timeout_ms if it is not the default",
         ),
