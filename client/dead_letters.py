@@ -44,8 +44,8 @@ class DeadLetterTopic:
     def __call__(self, record: Record, error: errors.SerializationError) -> None:
         """Send the record and wait for its acknowledgement.
 
-        Raises the errors of `Producer.send`, and `InvalidOption` for a record of the dead-letter
-        topic itself.
+        Raises the errors of `Producer.send`, `UnknownTopicOrPartition` soon if there is no
+        dead-letter topic, and `InvalidOption` for a record of the dead-letter topic itself.
         """
         if record.topic == self._topic:
             raise errors.InvalidOption(
@@ -66,6 +66,7 @@ class DeadLetterTopic:
             *((f"__connect.errors.{name}", text.encode()) for name, text in told.items()),
         ]
         stamp = record.timestamp_ms if record.timestamp_ms >= 0 else None
+        self._producer.partitions_for(self._topic)  # else `send` waits long for a missing topic
         self._producer.send(
             self._topic, record.value, record.key, headers, timestamp_ms=stamp
         ).result()

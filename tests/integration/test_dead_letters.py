@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pk import AdminClient, Consumer, DeadLetterTopic, Producer, TopicPartition
+from pk import AdminClient, Consumer, DeadLetterTopic, Producer, TopicPartition, errors
 from pk.cli.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.integration
@@ -18,6 +18,7 @@ def test_records_that_cannot_be_deserialised_go_to_a_dead_letter_topic(
 ) -> None:
     with EmbeddedServer(tmp_path / "pk") as server:
         _dead_letters(server, "flights")
+        _no_dead_letter_topic(server, "flights")
 
 
 def _dead_letters(server: EmbeddedServer, topic: str) -> None:
@@ -56,3 +57,25 @@ def _dead_letters(server: EmbeddedServer, topic: str) -> None:
     assert headers["__connect.errors.offset"] == b"1"
     assert b"Error" in headers["__connect.errors.exception.class.name"]
     assert b"not JSON" in headers["__connect.errors.exception.message"]
+
+
+def _no_dead_letter_topic(server: EmbeddedServer, topic: str) -> None:
+    """The poll names the missing topic, long before `send` would give up, and goes on once it is
+    there.
+    """
+    with (
+        Producer(server.address, delivery_timeout_ms="1h", max_block_ms="1h") as producer,
+        Consumer(
+            server.address,
+            auto_offset_reset="earliest",
+            value_deserializer="json",
+            on_deserialize_error=DeadLetterTopic("later.dlq", producer),
+        ) as consumer,
+    ):
+        consumer.assign([TopicPartition(topic, 0)])
+        assert [record.value for record in consumer.poll(10)] == [1]
+        with pytest.raises(errors.UnknownTopicOrPartition, match=r"later\.dlq"):
+            consumer.poll(10)
+        with AdminClient(server.address) as admin:
+            admin.create_topic("later.dlq", partitions=1)
+        assert [record.value for record in consumer.poll(10)] == [3]
