@@ -294,6 +294,9 @@ def test_a_topic_that_is_not_there_is_named_without_advice_to_try_again(pk: Pk) 
     said = pk("topics", "delete", "nope", code=1)
     assert b"nope" in said
     assert b"try again" not in said
+    pk("topics", "create", "passing")
+    said = pk("topics", "delete", "passing", "nope", "--if-exists")
+    assert said == b"deleted passing\ntopic nope does not exist (unchanged)\n"
     said = pk("consume", "nope", "--json", code=1)
     assert said.startswith(b"error: ")
     assert b"nope" in said

@@ -43,6 +43,8 @@ ReplicaAssignmentOption = Annotated[
 
 #: The note on a topic that existed before `create --if-not-exists`.
 EXISTS = "already exists (unchanged)"
+#: The note on a topic that did not exist before `delete --if-exists`.
+ABSENT = "does not exist (unchanged)"
 
 
 def _admin(bootstrap: str) -> Any:
@@ -74,8 +76,8 @@ def _report(results: list[TopicResult], done: str, as_json: bool) -> None:
             raise SystemExit(1)
         return
     for result in results:
-        if result.error is None and result.note == EXISTS:
-            typer.echo(f"topic {result.name} {EXISTS}")
+        if result.error is None and result.note in (EXISTS, ABSENT):
+            typer.echo(f"topic {result.name} {result.note}")
         elif result.error is None:
             typer.echo(f"{done} {result.name}" + (f": {result.note}" if result.note else ""))
     for result in results:
@@ -141,6 +143,14 @@ def _forgiven(result: TopicResult) -> TopicResult:
 
     if isinstance(result.error, errors.TopicAlreadyExists):
         return Result(result.name, result.topic_id, EXISTS)
+    return result
+
+
+def _absent_is_fine(result: TopicResult) -> TopicResult:
+    from pk.client.admin import TopicResult as Result
+
+    if isinstance(result.error, errors.UnknownTopicOrPartition):
+        return Result(result.name, result.topic_id, ABSENT)
     return result
 
 
@@ -281,6 +291,9 @@ def delete(
     purge_tier: Annotated[
         bool, typer.Option("--purge-tier", help="remove the table in the tier too, for good")
     ] = False,
+    if_exists: Annotated[
+        bool, typer.Option("--if-exists", help="a topic that is not there is fine")
+    ] = False,
     bootstrap: BootstrapOption = DEFAULT_BOOTSTRAP,
     timeout_ms: TimeoutMs = 60_000,
     as_json: AsJson = False,
@@ -292,6 +305,8 @@ def delete(
     """
     with quiet_end(), _admin(bootstrap) as admin:
         results = admin.delete_topics(names, purge_tier=purge_tier, timeout_s=timeout_ms / 1000)
+        if if_exists:
+            results = [_absent_is_fine(result) for result in results]
         _report(results, "deleted", as_json)
 
 
