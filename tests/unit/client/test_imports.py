@@ -42,3 +42,10 @@ def test_a_record_does_not_cost_the_import_of_pandas() -> None:
         [sys.executable, "-c", STORY], capture_output=True, text=True, check=False
     )
     assert done.stdout.strip() == "False", done.stderr
+
+
+def test_a_shell_completes_the_public_names() -> None:
+    """They are imported at their first use, so `dir` of a fresh process must list them."""
+    story = "import pk; assert set(pk.__all__) <= set(dir(pk)); assert 'Producer' not in vars(pk); "
+    story += "assert all(getattr(pk, name).__name__ == name for name in pk.__all__)"
+    subprocess.run([sys.executable, "-c", story], check=True)
