@@ -10,6 +10,7 @@ script:
     wrong usage        typer's own lines, exit 2
     Ctrl-C             exit 130
     a closed pipe      no output, exit 141 (as in `pk consume … | head`)
+    a full disk        one line, exit 1, where stdout is a file
     anything else      a traceback: a bug
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import json
 import os
 import sys
@@ -71,6 +73,8 @@ NO_ADDRESS = frozenset({"server", "log", "jars", "doctor", "version", "demo"})
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141
+#: The disk below stdout is full, or the user's quota.
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 def available() -> dict[str, str]:
@@ -202,15 +206,32 @@ def _run(argv: Sequence[str]) -> int:
         print(f"error: pk has no command {name!r}{hint} (see pk --help)", file=sys.stderr)
         return 2
     try:
-        import_module(f"pk.cli.{name}").app(args=arguments, prog_name=f"pk {name}")
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
+        return _called(name, arguments)
     except errors.PkError as error:
         return _failed(error, argv)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # Python flushes stdout again at exit: replace the closed pipe, or that flush fails.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _abandon_stdout()
         return BROKEN_PIPE
-    return 0
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        _abandon_stdout()
+        print(f"error: cannot write: {error.strerror} (make room on the disk)", file=sys.stderr)
+        return 1
+
+
+def _called(name: str, arguments: list[str]) -> int:
+    code: object = 0
+    try:
+        import_module(f"pk.cli.{name}").app(args=arguments, prog_name=f"pk {name}")
+    except SystemExit as end:
+        code = end.code
+    sys.stdout.flush()  # here, not at exit: it may fail
+    return code if isinstance(code, int) else int(code is not None)
+
+
+def _abandon_stdout() -> None:
+    """Replace a stdout that takes no more.  Python flushes it again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

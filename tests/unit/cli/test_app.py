@@ -155,3 +155,14 @@ def test_the_script_is_installed() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout.split()[0]) == (0, "pk")
+
+
+@pytest.mark.parametrize("command", [["version"], ["topics", "create", "--help"], ["topics"]])
+def test_a_full_disk_below_stdout_is_named(command: list[str]) -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "pk.cli", *command],
+            stdout=full, stderr=subprocess.PIPE, check=False,
+        )  # fmt: skip
+    assert done.stderr == b"error: cannot write: No space left on device (make room on the disk)\n"
+    assert done.returncode == 1
