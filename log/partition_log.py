@@ -87,8 +87,9 @@ class PartitionLog:
         cache: IndexCache,
     ) -> None:
         self.topic_partition = topic_partition
-        self.bytes_in = 0  #: of batches that clients stored since the log was opened
-        self.bytes_out = 0  #: that consumers read from it since then
+        self.records_in = self.bytes_in = 0  #: that producers stored since the log was opened
+        #: that consumers read from it since then; markers and gaps between offsets count as records
+        self.records_out = self.bytes_out = 0
         self.topic_id = topic_id
         self.path = path  #: path of the directory, relative to the storage's root
         self.epochs: LeaderEpochs = loaded.epochs
@@ -282,6 +283,16 @@ class PartitionLog:
         if self.absent is not None:
             return self.absent.start
         return min(max(self.first_offset, self.tiered_end, self.droppable_end), self.written_end)
+
+    def count_in(self, records: int, size: int) -> None:
+        """Count a batch that a producer stored."""
+        self.records_in += records
+        self.bytes_in += size
+
+    def count_out(self, records: int, size: int) -> None:
+        """Count what a consumer read."""
+        self.records_out += records
+        self.bytes_out += size
 
     @property
     def size_bytes(self) -> int:

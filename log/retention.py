@@ -45,6 +45,15 @@ class SegmentFacts(NamedTuple):
     max_timestamp: int
 
 
+class _Keep(NamedTuple):
+    """How much of a log stays (-1 = all of it), and the settings that say so."""
+
+    ms: int
+    bytes: int
+    ms_setting: str = "retention_ms"
+    bytes_setting: str = "retention_bytes"
+
+
 def plan(
     segments: Sequence[SegmentFacts],
     config: LogConfig,
@@ -58,11 +67,9 @@ def plan(
 ) -> RetentionPlan:
     """Return which segments to drop and the new log start (rules E1–E7 of the module)."""
     tiered = tiered_end >= 0
-    keep_ms, keep_bytes = (
-        _local(config) if tiered else (config.retention_ms, config.retention_bytes)
-    )
+    keep = _local(config) if tiered else _Keep(config.retention_ms, config.retention_bytes)
     if not config.deletes and not tiered:
-        keep_ms = keep_bytes = -1
+        keep = _Keep(-1, -1)
     now_ms = NO_TIME if now_ms is None else now_ms
     total = sum(segment.size for segment in segments)
     drop: list[int] = []
@@ -71,7 +78,7 @@ def plan(
     roll = False
     for segment in segments:
         active = segment is segments[-1]
-        why = _why(segment, start, keep_ms, keep_bytes, total, now_ms)
+        why = _why(segment, start, keep, total, now_ms)
         if (
             not why
             or segment.next_offset > high_watermark
@@ -100,31 +107,30 @@ def plan(
     return RetentionPlan(start, tuple(drop), roll, reason)
 
 
-def _why(
-    segment: SegmentFacts, start: int, keep_ms: int, keep_bytes: int, total: int, now_ms: int
-) -> str:
+def _why(segment: SegmentFacts, start: int, keep: _Keep, total: int, now_ms: int) -> str:
     if segment.next_offset <= start:
         return "below log_start"  # E1
     if (
-        keep_ms >= 0
+        keep.ms >= 0
         and segment.max_timestamp != NO_TIMESTAMP
-        and now_ms - segment.max_timestamp > keep_ms
+        and now_ms - segment.max_timestamp > keep.ms
     ):
-        return "older than retention_ms"  # E2
-    if keep_bytes >= 0 and total - segment.size >= keep_bytes:
-        return "beyond retention_bytes"  # E3
+        return f"older than {keep.ms_setting}"  # E2
+    if keep.bytes >= 0 and total - segment.size >= keep.bytes:
+        return f"beyond {keep.bytes_setting}"  # E3
     return ""
 
 
-def _local(config: LogConfig) -> tuple[int, int]:
-    """Return local_retention_ms and local_retention_bytes; -2 stands for the topic's setting."""
-    keep_ms = config.retention_ms if config.local_retention_ms == -2 else config.local_retention_ms
-    keep_bytes = (
-        config.retention_bytes
-        if config.local_retention_bytes == -2
-        else config.local_retention_bytes
-    )
-    return keep_ms, keep_bytes
+def _local(config: LogConfig) -> _Keep:
+    """Return what the local_ settings keep; -2 stands for the topic's setting."""
+    keep = _Keep(config.retention_ms, config.retention_bytes)
+    if config.local_retention_ms != -2:
+        keep = keep._replace(ms=config.local_retention_ms, ms_setting="local_retention_ms")
+    if config.local_retention_bytes != -2:
+        keep = keep._replace(
+            bytes=config.local_retention_bytes, bytes_setting="local_retention_bytes"
+        )
+    return keep
 
 
 def _expired_end(

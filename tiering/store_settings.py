@@ -17,7 +17,7 @@ from pk import errors
 #: Schemes that have been tried against a real store.
 SCHEMES = ("file", "s3")
 #: Schemes that both libraries know; refused until they have been tried.
-UNTRIED = ("gs", "gcs", "az", "abfs", "abfss", "azure", "s3a", "r2", "hdfs", "oss", "adl")
+UNTRIED = ("gs", "gcs", "az", "abfs", "abfss", "azure", "r2", "hdfs", "oss", "adl")
 
 
 @dataclass(slots=True, frozen=True)
@@ -148,6 +148,8 @@ def check_url(url: str) -> None:
         if not urlsplit(url).netloc:
             raise errors.StoreRefused(f"{url}: an s3:// URL needs a bucket: s3://bucket/prefix")
         return
+    if scheme in ("s3a", "s3n"):  # Hadoop's names of the same store
+        raise errors.StoreRefused(f"{url}: use s3://{url.partition('://')[2]}", scheme=scheme)
     tried = " and ".join(f"{name}://" for name in SCHEMES)
     if scheme in UNTRIED:
         raise errors.StoreRefused(

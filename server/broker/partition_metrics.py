@@ -3,8 +3,8 @@
 The broker reads the offsets and counters that its partitions have anyway, so that a broker that is
 not scraped pays nothing.  Brokers export the partitions that they lead, in the order of topic and
 number, at most `metrics_partition_limit`; `pk_partitions_without_metrics` says how many are left
-out.  Rates are Prometheus' business: the log end offset is the number of records in, the bytes are
-totals since the partition came to this process.
+out.  Rates are Prometheus' business: records and bytes are totals since the partition came to this
+process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _GAUGES: Mapping[str, tuple[str, Reading]] = {
         lambda partition: partition.log.local_log_start,
     ),
     "pk_partition_log_end_offset": (
-        "offset of the next record: its rate is that of records in",
+        "offset of the next record",
         lambda partition: partition.log.written_end,
     ),
     "pk_partition_high_watermark": (
@@ -67,6 +67,14 @@ _GAUGES: Mapping[str, tuple[str, Reading]] = {
     ),
 }
 _COUNTERS: Mapping[str, tuple[str, Reading]] = {
+    "pk_partition_records_in": (
+        "records that producers stored",
+        lambda partition: partition.log.records_in,
+    ),
+    "pk_partition_records_out": (
+        "records that consumers got from the local log; markers and gaps between offsets count",
+        lambda partition: partition.log.records_out,
+    ),
     "pk_partition_bytes_in": (
         "bytes of batches that producers stored",
         lambda partition: partition.log.bytes_in,

@@ -387,7 +387,7 @@ class FetchStream:
         if read.data:
             pieces.append(read.data)
             if self._replica is None:
-                partition.log.bytes_out += len(read.data)
+                partition.log.count_out(read.next_offset - position.next_offset, len(read.data))
         session.served(position, read.next_offset)
         if not session.current(position):
             self._unwatch(position.key)  # a bounded scan that is complete

@@ -229,7 +229,7 @@ class Partition:
             self._wait_with_original(delayed, leader)
             return
         delayed.size = decided.size
-        self.log.bytes_in += decided.size
+        self.log.count_in(header.record_count, decided.size)
         self._inflight.append(delayed)
         self.writer.submit(self, decided.size)
 

@@ -195,6 +195,7 @@ def test_a_directory_that_is_emptied_under_an_upload_is_made_again(
         ("gs://bucket/x", "gs:// has not been tried"),
         ("az://c/x", "az:// has not been tried"),
         ("hdfs://n/x", "has not been tried"),
+        ("s3a://bucket/x", "use s3://bucket/x"),
         ("ftp://x/y", "no known store"),
         ("/plain/path", "no known store"),
         ("file://relative/x", "absolute path"),

@@ -103,7 +103,10 @@ def test_partitions_have_metrics(scraped: str) -> None:
     stored = value(scraped, "pk_partition_bytes_in_total", **flights)
     assert stored == value(scraped, "pk_partition_local_bytes", **flights) > 100
     assert value(scraped, "pk_partition_bytes_out_total", **flights) == stored
+    assert value(scraped, "pk_partition_records_in_total", **flights) == 100
+    assert value(scraped, "pk_partition_records_out_total", **flights) == 100
     other = {"topic": "flights", "partition": "1"}
+    assert value(scraped, "pk_partition_records_in_total", **other) == 0
     assert value(scraped, "pk_partition_bytes_in_total", **other) == 0
 
 

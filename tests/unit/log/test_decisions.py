@@ -303,6 +303,21 @@ def test_retention_with_a_tier(
     assert (found.drop, found.log_start) == (drop, log_start), row
 
 
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"retention_ms": 15_000}, "older than retention_ms"),
+        ({"retention_bytes": 2000}, "beyond retention_bytes"),
+        ({"retention_ms": 15_000, "tiered_end": 400}, "older than retention_ms"),
+        ({"local_retention_ms": 15_000, "tiered_end": 400}, "older than local_retention_ms"),
+        ({"local_retention_bytes": 2000, "tiered_end": 400}, "beyond local_retention_bytes"),
+        ({"local_retention_ms": 15_000, "log_start": 100, "tiered_end": 400}, "below log_start"),
+    ],
+)
+def test_retention_names_the_setting_that_dropped(given: dict[str, Any], reason: str) -> None:
+    assert plan(**{"droppable_end": 300, **given}).reason == reason
+
+
 def test_an_empty_active_segment_is_left_alone() -> None:
     rolled = (*SEGMENTS[:2], SegmentFacts(200, 200, 0, index.NO_TIMESTAMP))
     found = plan(rolled, retention_ms=1, high_watermark=200)
