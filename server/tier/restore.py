@@ -25,6 +25,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import unquote
 
+from google.protobuf.message import Message
+
 import pk
 from pk import errors, generations
 from pk.server.metadata import snapshot
@@ -228,14 +230,18 @@ class Restore:
         return [where for where, alive in zip(addresses, answers, strict=True) if alive]
 
     async def _answers(self, address: str, cluster_id: str) -> bool:
+        answer = await self._ask(address, wire.MetadataRequest())
+        return answer is not None and answer.metadata_reply.cluster_id == cluster_id
+
+    async def _ask(self, address: str, request: Message) -> wire.Head | None:
+        """Return the answer of a node; None = no node answers there, or it refuses."""
         world = self._world
         hello = wire.Hello(client_id="pk-restore", build=pk.__version__, protocol=PROTOCOL)
         caller = Caller(world.network, world.clock, address, hello)
         try:
-            frame = await caller.call(wire.MetadataRequest(), timeout_ms=ANSWER_MS)
-            return bool(frame.head.metadata_reply.cluster_id == cluster_id)
+            return (await caller.call(request, timeout_ms=ANSWER_MS)).head
         except errors.PkError:
-            return False
+            return None
         finally:
             await caller.close()
 
@@ -305,12 +311,22 @@ class Restore:
         if not mine:
             raise errors.NothingToRestore("no restore has begun that --join could go on with")
         record = mine[-1]
-        if await self._store.head(owner_path(record.cluster_id)) is not None:
+        # The owner object is older than the first copy, and a cluster may make none.
+        owned = await self._store.head(owner_path(record.cluster_id)) is not None
+        if owned or await self._is_led():
             raise errors.RestoreUnderWay(
                 f"cluster {record.cluster_id} has started, so no node begins with the restored "
                 "metadata any more: format this node with `pk server format`"
             )
         return record
+
+    async def _is_led(self) -> bool:
+        """Return whether a voter of the restored cluster is its active controller."""
+        voters = voters_of(self._resolved.server).values()
+        answers = await asyncio.gather(
+            *(self._ask(each, wire.DescribeQuorumRequest()) for each in voters)
+        )
+        return any(answer is not None for answer in answers)  # the others refuse
 
     async def _seed(self, found: _Found, record: RestoreRecord) -> bytes:
         """Return the first metadata; claim the tables and make them if they are not there (J2)."""

@@ -27,6 +27,7 @@ from pk.cli.tier_restore_offsets import GONE, PUT_BACK, restore_offsets
 from pk.client.admin import NewTopic
 from pk.server.node.settings import resolve
 from pk.server.tier.restore import RestoreReport, Wishes
+from pk.tiering import cluster_directory
 
 pytestmark = pytest.mark.integration
 
@@ -186,6 +187,9 @@ def test_a_cluster_that_lost_all_disks_is_restored_from_its_tier(tmp_path: Path)
     assert values(cluster.address, "local") == [b"new", b"whole"]
     until(lambda: any(tier.glob("_cluster/restored/0/metadata/*")), "the next copies are made")
     late = EmbeddedServer(tmp_path / "late", settings=nodes[0].settings)
+    with pytest.raises(errors.RestoreUnderWay, match="has started"):
+        restored(late, join=True, cluster_id=CLUSTER_ID)
+    (tier / cluster_directory.owner_path("restored")).unlink()  # as before the first copy
     with pytest.raises(errors.RestoreUnderWay, match="has started"):
         restored(late, join=True, cluster_id=CLUSTER_ID)
     close(cluster)
