@@ -186,13 +186,17 @@ def test_a_cluster_that_lost_all_disks_is_restored_from_its_tier(tmp_path: Path)
     assert lost == [(str(end), str(FIRST)) for end in ends]
     assert values(cluster.address, "local") == [b"new", b"whole"]
     until(lambda: any(tier.glob("_cluster/restored/0/metadata/*")), "the next copies are made")
-    late = EmbeddedServer(tmp_path / "late", settings=nodes[0].settings)
+    refuse_late_node(EmbeddedServer(tmp_path / "late", settings=nodes[0].settings), tier)
+    close(cluster)
+
+
+def refuse_late_node(late: EmbeddedServer, tier: Path) -> None:
+    """Check server/tier/restore J3: the owner object says so, or an active controller does."""
     with pytest.raises(errors.RestoreUnderWay, match="has started"):
         restored(late, join=True, cluster_id=CLUSTER_ID)
     (tier / cluster_directory.owner_path("restored")).unlink()  # as before the first copy
     with pytest.raises(errors.RestoreUnderWay, match="has started"):
         restored(late, join=True, cluster_id=CLUSTER_ID)
-    close(cluster)
 
 
 def turn_off(address: str, tier: Path) -> None:

@@ -111,7 +111,7 @@ def executors_of(found: dict[str, Any]) -> set[int]:
 
 
 def test_executors_without_the_jar_read_through_python(ask: Ask, log: Path) -> None:
-    """F1: the driver has the jar and executors would lack it; it warns once."""
+    """The driver has the jar and executors would lack it; it warns once."""
     for _ in range(2):
         found = ask("read", shipped=False)
         assert len(executors_of(found)) == 2
@@ -131,7 +131,7 @@ def test_every_executor_reads_in_columns(ask: Ask) -> None:
 def test_killed_and_failed_tasks_count_nothing_and_leave_no_socket(
     ask: Ask, options: dict[str, str]
 ) -> None:
-    """M1: a task is killed because its speculative copy ended, another one fails and runs again."""
+    """A task is killed because its speculative copy ended, one runs again."""
     executors = executors_of(ask("read", shipped=True))
     port = int(options["pk.bootstrap.servers"].rpartition(":")[2])
     found: dict[str, Any] = {}
