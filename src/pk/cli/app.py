@@ -187,6 +187,26 @@ def _environment(name: str, value: str | None) -> Iterator[None]:
 
 
 def _run(argv: Sequence[str]) -> int:
+    try:
+        code = _answered(argv)
+        sys.stdout.flush()  # here, not at exit: it may fail
+        return code
+    except errors.PkError as error:
+        return _failed(error, argv)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        _abandon_stdout()
+        return BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        _abandon_stdout()
+        print(f"error: cannot write: {error.strerror} (make room on the disk)", file=sys.stderr)
+        return 1
+
+
+def _answered(argv: Sequence[str]) -> int:
     if completion.wanted(argv, os.environ):
         try:
             completion.root(available())(args=list(argv), prog_name="pk")
@@ -205,30 +225,19 @@ def _run(argv: Sequence[str]) -> int:
         hint = f"; did you mean {near[0]}?" if near else ""
         print(f"error: pk has no command {name!r}{hint} (see pk --help)", file=sys.stderr)
         return 2
-    try:
-        return _called(name, arguments)
-    except errors.PkError as error:
-        return _failed(error, argv)
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:
-        _abandon_stdout()
-        return BROKEN_PIPE
-    except OSError as error:
-        if error.errno not in FULL:
-            raise
-        _abandon_stdout()
-        print(f"error: cannot write: {error.strerror} (make room on the disk)", file=sys.stderr)
-        return 1
+    return _called(name, arguments)
 
 
 def _called(name: str, arguments: list[str]) -> int:
     code: object = 0
+    streams = sys.stdout, sys.stderr
     try:
         import_module(f"pk.cli.{name}").app(args=arguments, prog_name=f"pk {name}")
     except SystemExit as end:
         code = end.code
-    sys.stdout.flush()  # here, not at exit: it may fail
+    if sys.stdout is not streams[0]:  # click's answer to a closed pipe, with code 1
+        sys.stdout, sys.stderr = streams
+        raise BrokenPipeError
     return code if isinstance(code, int) else int(code is not None)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import types
@@ -157,7 +158,36 @@ def test_the_script_is_installed() -> None:
     assert (done.returncode, done.stdout.split()[0]) == (0, "pk")
 
 
-@pytest.mark.parametrize("command", [["version"], ["topics", "create", "--help"], ["topics"]])
+#: `pk log` prints without a `quiet_end`, which click answers with exit 1 when the pipe is closed.
+ECHO = """
+import sys, types, typer
+from importlib.machinery import ModuleSpec
+from pk.cli.app import run
+module = types.ModuleType("pk.cli.log")
+module.__spec__ = ModuleSpec("pk.cli.log", None)
+module.app = typer.Typer()
+module.app.command()(lambda: typer.echo("x" * 100_000))
+sys.modules["pk.cli.log"] = module
+sys.exit(run(["log"]))
+"""
+
+
+@pytest.mark.parametrize(
+    "command", [["-m", "pk.cli", "version"], ["-m", "pk.cli", "--help"], ["-c", ECHO]]
+)
+def test_a_closed_pipe_ends_a_command_without_a_word(command: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, *command], stdout=writing, stderr=subprocess.PIPE, check=False
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (app.BROKEN_PIPE, b"")
+
+
+@pytest.mark.parametrize(
+    "command", [["version"], ["--help"], ["topics", "create", "--help"], ["topics"]]
+)
 def test_a_full_disk_below_stdout_is_named(command: list[str]) -> None:
     with open("/dev/full", "wb") as full:
         done = subprocess.run(
