@@ -166,9 +166,13 @@ class LoopThread:
 
     async def compute(self, work: Callable[[], Any]) -> Any:
         """Run CPU-bound work on other threads, at most ENCODERS at a time."""
-        if self._encoder is None:
-            self._encoder = concurrent.futures.ThreadPoolExecutor(ENCODERS, "pk-encode")
-        return await self.loop.run_in_executor(self._encoder, work)
+        try:
+            if self._encoder is None:
+                self._encoder = concurrent.futures.ThreadPoolExecutor(ENCODERS, "pk-encode")
+            computed = self.loop.run_in_executor(self._encoder, work)
+        except RuntimeError:  # the interpreter ends, and no executor takes work any more
+            return work()
+        return await computed
 
     def stop(self) -> None:
         self.loop.call_soon_threadsafe(self.loop.stop)

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,6 +74,37 @@ def test_executors_wait_for_sends(server: EmbeddedServer) -> None:
             return (await asyncio.wrap_future(future)).offset
 
         assert asyncio.run(wrapped()) > 0
+
+
+#: The producer is never closed.  It computes, and connects, when no executor takes work any more.
+LEFT = """
+import sys
+from pk import Producer
+producer = Producer(sys.argv[1], compression="zstd", linger_ms=60_000)
+for number in range(20_000):
+    producer.send("left", b"%d" % number * 200)
+    if number == 10_000 and sys.argv[2] == "warm":
+        producer.flush(60)
+raise SystemError("mine")
+"""
+
+
+@pytest.mark.parametrize("warm", ["cold", "warm"])
+def test_records_of_a_producer_that_was_not_closed_are_stored(
+    server: EmbeddedServer, warm: str
+) -> None:
+    with AdminClient(server.address) as admin:
+        admin.create_topic("left", partitions=1)
+        ran = subprocess.run(
+            [sys.executable, "-c", LEFT, server.address, warm],
+            capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert ran.stderr.count("Traceback") == 1, ran.stderr
+        assert ran.stderr.endswith("SystemError: mine\n")
+        with Consumer(server.address) as consumer:
+            place = TopicPartition("left", 0)
+            assert consumer.end_offsets([place]) == {place: 20_000}
+        admin.delete_topic("left")
 
 
 def test_a_partition_that_does_not_exist_is_named(server: EmbeddedServer) -> None:

@@ -124,7 +124,10 @@ async def _dial(address: str) -> socket.socket:
         targets = [(socket.AF_UNIX, "\0" + address.removeprefix(_ABSTRACT))]
     else:
         host, port = split_address(address)
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        try:
+            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except RuntimeError:  # the interpreter ends, and no executor takes work any more
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         targets = [(family, where) for family, _, _, _, where in found]
     failure: OSError = OSError(errno.EADDRNOTAVAIL, f"{address} has no address")
     for family, where in targets:
