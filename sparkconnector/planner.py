@@ -169,6 +169,17 @@ class Planner:
                 found[one.topic, one.partition] = ranges.curve(xs, ys, one)
         return found
 
+    def without_gaps(self, wanted: Sequence[Range]) -> list[Range]:
+        """Return what of the ranges a limit may count: nothing that a restore left out (T13)."""
+        block = generations.OFFSETS
+        crossing = [one for one in wanted if one.start // block != one.end // block]
+        tables = self._tables(crossing, {(one.topic, one.partition): one.end for one in crossing})
+        found = []
+        for one in wanted:
+            table = tables.get((one.topic, one.partition))
+            found.append(one if table is None else ranges.without_gap(one, table.missing))
+        return found
+
     # -- tasks -------------------------------------------------------------------------------------
 
     def tasks(self, wanted: Sequence[Range], *, streaming: bool) -> list[Task]:

@@ -12,6 +12,7 @@ Invariants
       one record within k triggers.
   D4  A byte limit is exceeded by at most one record, so that a record larger than the limit can
       pass.
+  D5  A limit counts no offset of the gap that a restore leaves.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+from pk import generations
 from pk.sparkconnector.offsets import Range
 
 #: Compressed bytes of tier files that a task reads by default.
@@ -88,6 +90,22 @@ def curve(offsets: Sequence[int], cumulative: Sequence[int], wanted: Range) -> C
 
 
 # -- limits ---------------------------------------------------------------------------------------
+
+
+def without_gap(one: Range, missing: Spans) -> Range:
+    """Return what of a range a limit may count: it ends before the gap of a restore (rule T13), or
+    it begins behind it.
+
+    A restored cluster goes on in the next block of offsets (pk.generations), so the gap may have
+    2^50 offsets.  missing: all that the table lacks, in order.
+    """
+    for start, end in missing:
+        of_restore = start // generations.OFFSETS != end // generations.OFFSETS
+        if of_restore and one.start < end:
+            if one.start < start:
+                return one._replace(end=min(one.end, start))
+            return one._replace(start=min(one.end, end))
+    return one
 
 
 def limit_records(ranges: Sequence[Range], most: int, turn: int) -> list[Range]:

@@ -148,8 +148,11 @@ class PkStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return waited_ms < self._source.max_trigger_delay_ms
 
     def _limited(self, wanted: list[Range]) -> list[Range]:
-        """Cut the ranges to both limits, first records, then bytes; some record remains (B2)."""
+        """Cut the ranges to both limits, first records, then bytes; some record remains (B2), or a
+        partition passes the gap of a restore.
+        """
         source = self._source
+        wanted = self._planner.without_gaps(wanted)
         if source.max_offsets:
             wanted = ranges.limit_records(wanted, source.max_offsets, self._turn)
         if source.max_bytes and any(one.size for one in wanted):

@@ -209,6 +209,23 @@ def test_a_native_read_of_the_table_learns_of_the_gap(world: World) -> None:
         read_topic(spark, "t", address, version_as_of=newest)
 
 
+def test_a_limit_does_not_count_the_gap(world: World) -> None:
+    """Batches of 150, 50 and 10 rows, and not the gap's offsets in steps of 150."""
+    given = {"pk.bootstrap.servers": world.address, "subscribe": "t", "failOnDataLoss": "false"}
+    reader = world.spark.readStream.format("pk").options(**given, startingOffsets="earliest")
+    writer = reader.option("maxOffsetsPerTrigger", "150").load().writeStream.format("noop")
+    writer = writer.option("checkpointLocation", str(world.folder / "limited"))
+    ended: list[bool] = []
+    query = world.patiently(
+        writer.trigger(availableNow=True).start,
+        lambda query: ended.append(query.awaitTermination(100)),
+    )
+    query.stop()
+    assert ended[-1], f"it goes on after {query.lastProgress}"
+    sizes = [each.numInputRows for each in query.recentProgress if each.numInputRows]
+    assert sizes == [150, 50, 10]
+
+
 def test_a_query_whose_batches_are_lost_is_refused_and_can_write_them_again(world: World) -> None:
     """Batch 1 was committed and not in the table: its rows are lost, and the checkpoint has it."""
     with pytest.raises(StreamingQueryException, match="restored from its tier"):

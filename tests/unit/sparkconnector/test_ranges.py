@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -181,3 +182,26 @@ def test_a_gap_of_a_restore_is_not_the_work_of_another_engine():
     for start, end in deleted:
         found = planner.taken(Range("t", "id", 0, start, end), (gap, *deleted))
         assert "another engine" in found.message
+
+
+BLOCK = generations.OFFSETS
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "left"),
+    [
+        (0, 50, (0, 50)),
+        (0, BLOCK + 40, (0, 100)),
+        (100, BLOCK + 40, (BLOCK, BLOCK + 40)),
+        (5000, BLOCK, (BLOCK, BLOCK)),
+        (5000, BLOCK - 1, (BLOCK - 1, BLOCK - 1)),
+        (BLOCK + 3, BLOCK + 40, (BLOCK + 3, BLOCK + 40)),
+        (BLOCK + 3, 2 * BLOCK + 7, (BLOCK + 3, BLOCK + 60)),
+        (BLOCK + 60, 2 * BLOCK + 7, (2 * BLOCK, 2 * BLOCK + 7)),
+    ],
+)
+def test_a_limit_counts_no_gap_of_a_restore(start: int, end: int, left: tuple[int, int]) -> None:
+    """D5.  Another engine deleted 10 to 20, which a limit does count."""
+    missing = [(10, 20), (100, BLOCK), (BLOCK + 60, 2 * BLOCK)]
+    found = ranges.without_gap(Range("t", "id", 0, start, end), missing)
+    assert (found.start, found.end) == left
