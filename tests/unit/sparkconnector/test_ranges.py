@@ -201,7 +201,7 @@ BLOCK = generations.OFFSETS
     ],
 )
 def test_a_limit_counts_no_gap_of_a_restore(start: int, end: int, left: tuple[int, int]) -> None:
-    """D5.  Another engine deleted 10 to 20, which a limit does count."""
+    """sparkconnector/ranges D5.  Another engine deleted 10 to 20, which a limit does count."""
     missing = [(10, 20), (100, BLOCK), (BLOCK + 60, 2 * BLOCK)]
     found = ranges.without_gap(Range("t", "id", 0, start, end), missing)
     assert (found.start, found.end) == left
