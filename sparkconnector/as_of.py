@@ -60,9 +60,7 @@ def tasks(planner: Planner, ranges_of: Ranges) -> list[Task]:
         for partition in sorted(topic.leaders):
             start, end = table.found.starts[partition], table.found.ends[partition]
             bounds.append(Bounds(topic.name, topic.topic_id, partition, start, end))
-            tables[topic.name, partition] = PartitionTable(
-                place, table.found.files[partition], start, table.found.missing.get(partition, ())
-            )
+            tables[topic.name, partition] = PartitionTable.of(place, table.found, partition)
     begin = planner.at(source.starting, bounds, "startingOffsets")
     end_at = planner.at(source.ending, bounds, "endingOffsets")
     whole = [one for one in ranges_of(bounds, begin, end_at) if one.size]

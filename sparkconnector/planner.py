@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from pk.sparkconnector.connection import ClusterClient, TopicLeaders
     from pk.sparkconnector.ranges import Curve, Spans, TierFile
+    from pk.sparkconnector.table_files import TableFiles
     from pk.sparkconnector.tier_scan import ColdRange
 
 #: A stream reads fewer tiered records than this from the broker, if its disk still has them.
@@ -79,7 +80,13 @@ class PartitionTable(NamedTuple):
     place: ColdRange
     files: Sequence[TierFile]
     start: int
-    missing: Spans  #: offsets whose rows another engine deleted (T17)
+    missing: Spans  #: offsets whose rows another engine deleted (T17), or a restore left out (T13)
+
+    @classmethod
+    def of(cls, place: ColdRange, found: TableFiles, partition: int) -> PartitionTable:
+        """Return one partition of a listed version."""
+        missing = found.missing.get(partition, ())
+        return cls(place, found.files[partition], found.starts[partition], missing)
 
 
 def warn(words: str) -> None:
@@ -318,12 +325,7 @@ class Planner:
                 continue
             place = tier_scan.ColdRange(tier.uri, tier.storage_options)
             for partition in mine:
-                found[topic, partition] = PartitionTable(
-                    place,
-                    now.files[partition],
-                    now.starts[partition],
-                    now.missing.get(partition, ()),
-                )
+                found[topic, partition] = PartitionTable.of(place, now, partition)
         return found
 
 

@@ -301,14 +301,8 @@ def _stored(planner: Planner, table: TopicVersion, wanted: Sequence[Range]) -> S
     from pk.sparkconnector.tier_scan import ColdRange
 
     place = ColdRange(table.uri, table.storage_options, version=table.version)
-    found = table.found
     tables = {
-        (one.topic, one.partition): PartitionTable(
-            place,
-            found.files[one.partition],
-            found.starts[one.partition],
-            found.missing.get(one.partition, ()),
-        )
+        (one.topic, one.partition): PartitionTable.of(place, table.found, one.partition)
         for one in wanted
     }
     return planner.left(wanted, tables)
