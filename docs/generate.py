@@ -108,7 +108,7 @@ def errors_page() -> str:
 
 
 def replica_states_page() -> str:
-    """The states of a local replica, their events, and the diagram of both."""
+    """The states of a local replica, their events, and the edges between them."""
     edges: dict[tuple[ReplicaState, ReplicaState], list[str]] = {}
     for (before, event), after in replica_state.TRANSITIONS.items():
         edges.setdefault((before, after), []).append(event.value)
@@ -121,13 +121,14 @@ def replica_states_page() -> str:
         "change the state. Every part of the broker uses this state. An event without an edge",
         "here raises `IllegalTransition`.",
         "",
-        "```mermaid",
-        "stateDiagram-v2",
-        "    [*] --> absent",
+        "A replica begins as *absent*.",
+        "",
+        "| from | to | at the event |",
+        "|---|---|---|",
     ]
     for (before, after), events in edges.items():
-        lines.append(f"    {before.value} --> {after.value}: {', '.join(events)}")
-    lines += ["```", "", "| state | meaning | log | cause |", "|---|---|---|---|"]
+        lines.append(f"| {before.value} | {after.value} | {', '.join(events)} |")
+    lines += ["", "| state | meaning | log | cause |", "|---|---|---|---|"]
     for state in ReplicaState:
         log = "open" if state in replica_state.OPEN else ""
         cause = "yes" if state in replica_state.WITH_CAUSE else ""

@@ -9,7 +9,8 @@ This hook of mkdocs makes them fit for the site:
   - Lists get the layout that Python-Markdown wants: four columns for each level, and an empty line
     before the first item.  Headings have the ids that GitHub gives them.
 
-Diagrams in Mermaid are shown as text: drawing them would need a script from another host.
+Pictures are SVG files of the repository.  Mermaid is not used: drawing its diagrams needs a script
+from another host.
 """
 
 from __future__ import annotations
