@@ -30,15 +30,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
-#: Seeds that together meet the entries of `pk.sim.long.MET`, most of them twice or more.  Many
-#: short runs meet more for their CPU time than few long ones: the later faults of a run find the
-#: states that the earlier ones made already.
-CHOSEN = (
-    1, 2, 3, 5, 8, 9, 12, 13, 14, 15, 16, 17, 19, 21, 23, 24, 26, 27, 29, 31, 32, 34, 38, 40, 41,
-    42,
-)  # fmt: skip
-#: A change of the code moves the histories: so many entries may be missed before others are chosen.
-MISSED_MAX = 4
+#: Seeds that together meet most events of `pk.sim.long.MET` for their CPU time.  Many short runs
+#: meet more than few long ones: the later faults of a run find the states that the earlier ones
+#: made already.
+CHOSEN = (2, 3, 5, 7, 13, 19, 23, 26, 29, 38, 43, 46, 47, 48)
+#: The chosen seeds missed 13 of 181 events when they were chosen; `make sim-long` must meet all.
+#: A change of the code moves the histories: so many may be missed before others are chosen.
+MISSED_MAX = 20
 ASKED = int(os.environ.get("PK_SIM_SEEDS", "0"))
 FIRST = int(os.environ.get("PK_SIM_FIRST", "1"))
 SEEDS = range(FIRST, FIRST + ASKED) if ASKED else CHOSEN
@@ -52,11 +50,12 @@ def held(report: RunResult) -> RunResult:
 
 
 @pytest.mark.timeout(1_200)
-def test_every_promise_holds_and_every_danger_is_met() -> None:
-    """The seeds are one test, because together they must meet every event of a campaign.
+def test_every_promise_holds_and_nine_dangers_of_ten_are_met() -> None:
+    """The seeds are one test, because together they must meet most events of a campaign.
 
     If a change of the code changed the histories and too many events are missed, choose other seeds
-    from the rows of `python -m pk.sim.long --fault-ms 12000 --acknowledged-min 0 --seeds 50`.
+    from the rows of `python -m pk.sim.long --fault-ms 12000 --acknowledged-min 0 --seeds 50`: again
+    and again the one that adds the most events for its `cpu_s`.
     """
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         rows = list(pool.map(run_seed, SEEDS, repeat({"fault_ms": FAULT_MS})))
