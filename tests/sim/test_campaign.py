@@ -55,7 +55,7 @@ def test_every_promise_holds_and_nine_dangers_of_ten_are_met() -> None:
 
     If a change of the code changed the histories and too many events are missed, choose other seeds
     from the rows of `python -m pk.sim.long --fault-ms 12000 --acknowledged-min 0 --seeds 50`: again
-    and again the one that adds the most events for its `cpu_s`.
+    and again the seed with the most new events for its `cpu_s`.
     """
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         rows = list(pool.map(run_seed, SEEDS, repeat({"fault_ms": FAULT_MS})))
