@@ -99,6 +99,11 @@ class _Future(msgspec.Struct, Generic[T], gc=False, eq=False):
         self.add_done_callback(known)
         return made
 
+    @property
+    def _condition(self) -> Any:
+        """Say what to give to `concurrent.futures.wait` and `as_completed`: they begin here."""
+        raise TypeError("give future.as_concurrent() to concurrent.futures, not the future of send")
+
     def _wait(self, timeout: float | None) -> T | errors.PkError:
         records, index = self._records, self._index
         outcome = records.outcome(index)

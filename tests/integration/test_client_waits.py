@@ -74,6 +74,13 @@ def test_executors_wait_for_sends(server: EmbeddedServer) -> None:
             return (await asyncio.wrap_future(future)).offset
 
         assert asyncio.run(wrapped()) > 0
+        own = [producer.send("awaited", b"x") for _ in range(2)]
+        for wait in (
+            concurrent.futures.wait,
+            lambda some: next(concurrent.futures.as_completed(some)),
+        ):
+            with pytest.raises(TypeError, match=r"future\.as_concurrent\(\)"):
+                wait(own)
 
 
 #: The producer is never closed.  It computes, and connects, when no executor takes work any more.
