@@ -100,18 +100,13 @@ class Watch:
 @contextmanager
 def session(heap_mb: int, *, touched: bool) -> Iterator[Any]:
     """A session with one executor of two cores."""
-    from pyspark.sql import SparkSession
+    from pk.sparkconnector import session as spark_session
 
-    from pk.sparkconnector import sessions
-
-    master = f"local-cluster[1,2,{heap_mb}]"
-    conf = sessions.settings(master, False, False, {"spark.executor.memory": f"{heap_mb}m"})
+    conf: dict[str, Any] = {"spark.executor.memory": f"{heap_mb}m"}
     if touched:
         conf["spark.executor.extraJavaOptions"] = f"-Xms{heap_mb}m -XX:+AlwaysPreTouch"
-    builder = SparkSession.builder.appName("bench memory").master(master)
-    for name, value in conf.items():
-        builder = builder.config(name, value)
-    found = builder.getOrCreate()
+    master = f"local-cluster[1,2,{heap_mb}]"
+    found = spark_session("bench memory", master=master, delta=False, **conf)
     found.sparkContext.setLogLevel("ERROR")
     try:
         found.range(10).count()  # the executor is there
