@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import tempfile
 import threading
@@ -71,6 +72,14 @@ def pss_mb(pid: int) -> float:
     return int(found[1]) / 1024 if found else 0.0
 
 
+def program(pid: int) -> str:
+    """Return the file that a process executes; "" = it has ended."""
+    try:
+        return os.readlink(f"/proc/{pid}/exe")
+    except OSError:
+        return ""
+
+
 class Watch:
     """Asks for the memory of the executor and its Python workers again and again."""
 
@@ -91,7 +100,9 @@ class Watch:
 
     def _run(self) -> None:
         while not self._ends.wait(_LOOK_S):
-            first, *workers = processes.children(self._root)
+            first, *others = processes.children(self._root)
+            # before it executes its program, a child that the JVM spawned has the JVM's memory
+            workers = [each for each in others if program(each) != program(first)]
             beside = sum(map(pss_mb, workers))
             self.workers_mb = max(self.workers_mb, beside)
             self.peak_mb = max(self.peak_mb, pss_mb(first) + beside)
