@@ -360,7 +360,8 @@ def _run(given: argparse.Namespace, classpath: str, build: str) -> int:
     ):
         while running or (left and time.monotonic() < until):
             while left and len(running) < given.workers and time.monotonic() < until:
-                running[pool.submit(_portion, left[0], PORTION)] = left.pop(0)
+                seed = left.pop(0)
+                running[pool.submit(_portion, seed, PORTION)] = seed
             for one in wait(running, return_when=FIRST_COMPLETED).done:
                 seed = running.pop(one)
                 accepted, refused = one.result()
