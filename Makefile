@@ -144,7 +144,7 @@ abuse: $(VENV)/.ready ## bit flips, wrong clocks, full disks, hostile peers (SEE
 	$(PY) tests/abuse/run.py $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 .PHONY: golden
-golden: $(VENV)/.jars ## the golden directory of this build's format, after a change of the layout
+golden: $(VENV)/.jars ## the golden directory of a new format; that of a format is written once
 	$(PY) tests/golden/golden.py
 
 .PHONY: upgrade

@@ -32,10 +32,7 @@ from pk.log.last_run import LastRun
 from pk.log.storage import Disk, Storage
 from pk.types import METADATA_TOPIC, NONE, Offset, PartitionKey, TopicPartition
 
-FORMAT = 0
-#: The version of the layout: a hash of a sample of every file as this build writes it, checked by
-#: tests/unit/log/test_layout.py.  Builds with the same hash read each other's directories.
-LAYOUT = "1446eabd37066ecf"
+FORMAT = 1
 FORMAT_FILE = "pk.json"
 RUN_VERSION = 0  #: of run.json and clean-shutdown
 RUN_FILE = "run.json"
@@ -260,7 +257,6 @@ class Format(NamedTuple):
     cluster_id: str
     node_id: int
     directory_id: str
-    layout: str = LAYOUT
 
 
 class ProcessRun(NamedTuple):
@@ -274,8 +270,8 @@ def read_format(storage: Storage, level: int = formats.LEVEL) -> Format | None:
     """Read pk.json; None = the directory is not formatted.  Raises `CorruptLog` if the checksum
     does not match, and `NewerFormat`.
 
-    The file of an earlier build has no checksum.  It is returned with that build's layout, and
-    `check_format` refuses it.
+    Early builds of format 0 wrote the file without a checksum.  It is returned all the same, and
+    `check_format` refuses it by the name of the build.
     """
     try:
         raw = storage.read_file(FORMAT_FILE)
@@ -290,14 +286,12 @@ def read_format(storage: Storage, level: int = formats.LEVEL) -> Format | None:
                 f"{storage.root} has format {version}, this pk knows {known}: use a newer pk",
                 directory=storage.root,
             )
-        layout = sealed.field({"layout": "", **found}, "layout", str)
         return Format(
             version,
             sealed.field(found, "build", str),
             sealed.field(found, "cluster_id", str),
             sealed.field(found, "node_id", int),
             sealed.field(found, "directory_id", str),
-            layout,
         )
     except sealed.CorruptFile as damage:
         raise errors.CorruptLog(
@@ -306,11 +300,10 @@ def read_format(storage: Storage, level: int = formats.LEVEL) -> Format | None:
 
 
 def _unsealed(raw: bytes) -> dict[str, Any] | None:
-    """Read a file that another layout or format wrote without a checksum; None = it is not such a
-    file.
+    """Read a file that another format wrote without a checksum; None = it is not such a file.
 
     A damaged file of this build is not taken for such a file: the damage would have to change the
-    layout or format and also the name of the checksum field.
+    format and also the name of the checksum field.
     """
     try:
         found = json.loads(raw)
@@ -318,8 +311,7 @@ def _unsealed(raw: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(found, dict) or sealed.FIELD.encode() in raw:
         return None
-    other = found.get("layout") != LAYOUT or found.get("format") != FORMAT
-    return found if other else None
+    return found if found.get("format") != FORMAT else None
 
 
 def format_directory(storage: Storage, wanted: Format) -> None:
@@ -375,11 +367,11 @@ def check_format(
             f"not to node {node_id} of cluster {cluster_id or 'any'}",
             directory=storage.root,
         )
-    if found.format == 0 and found.layout != LAYOUT:
+    if found.format < FORMAT:
         raise errors.DirectoryOfAnotherBuild(
-            f"{storage.root} has format 0 of build {found.build} (layout {found.layout or 'none'}),"
-            f" this is {build} (layout {LAYOUT}): format 0 is not kept between builds that write "
-            "other bytes; use that build, or give another, empty directory and leave this one",
+            f"{storage.root} has format {found.format} of build {found.build}, this is {build}: "
+            f"no build but that one reads formats before {FORMAT}; use it, or give another, empty "
+            "directory and leave this one",
             directory=storage.root,
         )
 

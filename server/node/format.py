@@ -54,7 +54,7 @@ from pk.server.raft.quorum_state_store import (
 )
 
 METADATA_FILE = "directory.json"
-METADATA_FORMAT = 0
+METADATA_FORMAT = 1
 _METADATA_FIELDS = ("format", "cluster_id", "node_id", "directory_id")
 
 

@@ -14,7 +14,7 @@ from pk.server.raft.messages import Vote
 
 QUORUM_STATE = "quorum-state"
 #: The format of `quorum-state` that this build writes.
-FORMAT = 0
+FORMAT = 1
 #: Advice of the error for a damaged or missing vote.
 WITHOUT_VOTE = (
     "In a cluster exchange this controller; its partitions stay. A node that is alone starts "

@@ -20,7 +20,7 @@ from pk import errors, formats
 from pk.log.storage import Buffer
 from pk.server.raft.snapshot_id import SnapshotId
 
-FORMAT = 0
+FORMAT = 1
 _HEADER = struct.Struct("<8sIiqI")
 _FOOTER = struct.Struct("<8sQQI")
 _CRC_BYTES = 4

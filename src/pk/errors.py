@@ -490,7 +490,7 @@ class DirectoryFormatted(OperatorError):
 
 
 class DirectoryOfAnotherBuild(OperatorError):
-    """The data directory has format 0 of another build: formats are not kept before format 1."""
+    """The data directory has format 0 of an early build, which only that build reads."""
 
     code = 1032
 

@@ -7,6 +7,10 @@ entry that compares nothing, is noticed.
 
 A file has its name, its version and its checksum at the same place in every version.  So damage can
 be distinguished from another version: the checksum is compared first, then the version (rule L21).
+
+Format 1 is frozen: what a directory of level 1 holds never changes again, and every later build
+reads it (rule Q8).  tests/unit/log/test_frozen_format.py compares the bytes, and tests/golden opens
+a directory of the build that froze them.  A change needs the next level.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ def number_of(level: int) -> int:
     """Return the number of a directory in which formats of `level` may be written: the field
     `format` of pk.json and quorum-state (rule Q6).
     """
-    return level if level > 1 else 0
+    return max(1, level)
 
 
 def level_field(level: int) -> int:

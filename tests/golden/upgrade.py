@@ -53,11 +53,11 @@ def git(*arguments: str) -> bytes:
 
 def first_of_this_format() -> str:
     """The oldest commit whose directories this build opens."""
-    word = f"FORMAT = {directory.FORMAT}" if directory.FORMAT else directory.LAYOUT
+    word = f"FORMAT = {directory.FORMAT}"
     listed = git("log", "--format=%H", "-S", word, "--", "log/directory.py").decode().split()
     if not listed:
         raise SystemExit("no commit has this build's format yet: commit first, or give --from")
-    return listed[0] if not directory.FORMAT else listed[-1]
+    return listed[-1]
 
 
 def unpack(commit: str, into: Path) -> Path:

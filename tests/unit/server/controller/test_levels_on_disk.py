@@ -61,7 +61,7 @@ def test_the_numbers_rise_and_an_older_build_does_not_start(
 
     monkeypatch.setattr(PartitionLog, "perform", observed)
     cluster.start()
-    assert (number(meta, QUORUM_STATE), number(data, FORMAT_FILE)) == (0, 0)
+    assert (number(meta, QUORUM_STATE), number(data, FORMAT_FILE)) == (1, 1)
     before = data.files()
     described = cluster.do(ask(cluster, wire.DescribeClusterRequest())).describe_cluster_reply
     assert (described.level, described.known) == (1, 2)
@@ -77,7 +77,7 @@ def test_the_numbers_rise_and_an_older_build_does_not_start(
     cluster.kill("broker", "d1")
     files = data.files()
     cluster.run = replace(cluster.run, format_level=1)
-    with pytest.raises(errors.NewerFormat, match="has format 2, this pk knows 0"):
+    with pytest.raises(errors.NewerFormat, match="has format 2, this pk knows 1"):
         cluster.start_broker()
     assert data.files() == files
 
@@ -162,7 +162,7 @@ def test_a_full_metadata_disk_leaves_the_cluster_at_the_old_level(
     assert not any(record == LEVEL_2 for _, record in decode_batches(raw))
     cluster.do(cluster.create("t"))  # another record, and what is noted with it
     cluster.do(cluster.controller.metadata.note_synced())
-    assert (number(meta, QUORUM_STATE), number(data, FORMAT_FILE)) == (0, 0)
+    assert (number(meta, QUORUM_STATE), number(data, FORMAT_FILE)) == (1, 1)
     assert data.files()[FORMAT_FILE] == before[FORMAT_FILE]
     reply = cluster.do(ask(cluster, wire.UpgradeClusterRequest())).upgrade_cluster_reply
     assert (reply.before, reply.level) == (1, 2)
@@ -204,7 +204,7 @@ def test_a_level_that_finds_no_space_is_not_noted_later() -> None:
             await writer.raise_level(2)
         storage.fault = None
         await writer.save_vote(Vote(5, 2, "v2"))
-        assert number(storage, QUORUM_STATE) == 0
+        assert number(storage, QUORUM_STATE) == 1
         await writer.raise_level(2)
         await writer.save_vote(Vote(6, 2, "v2"))
         assert number(storage, QUORUM_STATE) == 2  # a noted level stays

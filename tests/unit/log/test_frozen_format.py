@@ -1,10 +1,12 @@
-"""The fingerprint of format 0: `LAYOUT` is a hash of the bytes that this build writes.
+"""The bytes of format 1 are frozen: `FINGERPRINT` is a hash of what this build writes at level 1.
 
 The test writes a sample that uses every file of a data directory: batches with and without keys,
 headers, nulls, gaps and wide timestamps, producers, an aborted transaction, two epochs, a roll, the
 checkpoints.  Compressed bodies are left out, because libraries produce their bytes.  So are the
-values of metadata records, of which the declaration counts, and the lines of a clean stop, because
-a build that does not know them reads the files instead (log/closed_logs_file B4).
+lines of a clean stop, because a build that does not know them reads the files instead
+(log/closed_logs_file B4).  The kinds and fields of the records of metadata, transactions and
+groups, and of the stored copies of offsets, are in a file beside the golden directories, one line
+for each field.
 """
 
 from __future__ import annotations
@@ -12,14 +14,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from google.protobuf.descriptor import Descriptor
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-from pk import settings
+from pk import formats, settings
 from pk.log import batch as batches
-from pk.log import closed_logs_file, columns, control_rows, directory
+from pk.log import closed_logs_file, columns, control_rows
 from pk.log.control_rows import Marker
 from pk.log.manager import LogManager
 from pk.log.plan import LogConfig
@@ -37,6 +40,16 @@ NOW = 1_700_000_000_000
 CONFIG = LogConfig.of(
     settings.TOPIC.resolve({"segment_bytes": 14 * 1024, "index_interval_bytes": 1024})
 )
+#: Never to be changed.
+FINGERPRINT = "a30a1723a4af2687"
+RECORDS = Path(__file__).parents[2] / "data" / "golden" / "format-1-records.txt"
+STORED = (wire.MetadataRecord, wire.TransactionRecord, wire.GroupRecord, wire.StoredGroup)
+#: Names of the types of fields, as the declaration has them.
+TYPES = {
+    value: name.removeprefix("TYPE_").lower()
+    for name, value in vars(FieldDescriptor).items()
+    if name.startswith("TYPE_")
+}
 HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 
 
@@ -116,35 +129,44 @@ async def written() -> dict[str, bytes]:
     made = SnapshotId(7, 3)
     files[file_name(made)] = b"".join(snapshot.encode(made, snapshot.rows_of(image)))
     del files[closed_logs_file.FILE]
-    identity = files.pop(directory.FORMAT_FILE)
-    assert b"layout" in identity
     return files
 
 
-def declared(message: Descriptor, seen: dict[str, list[tuple[object, ...]]]) -> None:
-    """Return the fields of a message and of the messages it contains."""
+def declared(message: Descriptor, seen: dict[str, list[str]]) -> None:
+    """Add the fields of a message and of the messages it contains to `seen`."""
     if message.full_name not in seen:
         seen[message.full_name] = [
-            (each.number, each.name, each.type, each.is_repeated) for each in message.fields
+            f"{message.full_name} {each.number} {each.name} {TYPES[each.type]}"
+            f"{' repeated' if each.is_repeated else ''}"
+            for each in message.fields
         ]
         for each in message.fields:
             if each.message_type is not None:
                 declared(each.message_type, seen)
 
 
-def test_the_fingerprint_is_that_of_the_bytes_this_build_writes() -> None:
+def test_the_bytes_of_level_1_are_frozen() -> None:
     files = asyncio.run(written())
     suffixes = {name.rpartition(".")[2] for name in files if name.startswith("topics/t-0/0")}
     assert suffixes == {"log", "index", "timeindex", "txnindex", "snapshot"}
-    records: dict[str, list[tuple[object, ...]]] = {}
-    declared(wire.MetadataRecord.DESCRIPTOR, records)
-    assert len(records) > 10
     told = hashlib.sha256()
     for name in sorted(files):
         told.update(b"%b %d\n%b" % (name.encode(), len(files[name]), files[name]))
-    told.update(repr(sorted(records.items())).encode())
-    found = told.hexdigest()[:16]
-    assert found == directory.LAYOUT, (
-        "what is written to the disk has changed: directories of earlier builds are refused from "
-        f'now on; if that is meant, set LAYOUT = "{found}" and say so in CHANGELOG.md'
+    assert told.hexdigest()[:16] == FINGERPRINT, (
+        "what is written to the disk at level 1 has changed, and older builds of level 1 cannot "
+        "read it: write the new bytes only at the next level of pk.format (rule Q6)"
     )
+
+
+def test_the_records_of_level_1_are_frozen() -> None:
+    records: dict[str, list[str]] = {}
+    for message in STORED:
+        declared(message.DESCRIPTOR, records)
+    found = sorted(line for fields in records.values() for line in fields)
+    frozen = RECORDS.read_text().splitlines()
+    assert set(frozen) <= set(found), "a field of level 1 is gone or another one (rule Q8)"
+    if formats.LEVEL == 1:
+        assert found == frozen, (
+            "a build of level 1 refuses a field that it does not know (rule Q7): raise "
+            "formats.LEVEL, and write the field only at that level"
+        )
