@@ -369,9 +369,9 @@ def check_format(
         )
     if found.format < FORMAT:
         raise errors.DirectoryOfAnotherBuild(
-            f"{storage.root} has format {found.format} of build {found.build}, this is {build}: only "
-            f"the build that wrote a format before {FORMAT} reads it. Use that build, or give another, "
-            "empty directory and leave this one",
+            f"{storage.root} has format {found.format} of build {found.build}, this is {build}: "
+            f"only the build that wrote a format before {FORMAT} reads it. Use that build, or give "
+            "another, empty directory and leave this one",
             directory=storage.root,
         )
 
