@@ -78,6 +78,7 @@ class RunResult:
     samples: int = 0
     sent: int = 0
     acknowledged: int = 0
+    acknowledgements: int = 0  #: of all producers: those of keyed and committed records, too
     unknown: int = 0
     rows_read: int = 0
     tiered_rows: int = 0
@@ -323,6 +324,7 @@ class Run:
         report.samples = self.observer.invariants.samples
         report.sent = len(outcomes)
         report.acknowledged = outcomes.count(Outcome.ACKNOWLEDGED)
+        report.acknowledgements = self._acknowledgements()
         report.unknown = report.sent - report.acknowledged
         report.rows_read = sum(check.rows for check in self.checks)
         report.tiered_rows = self.tiered_rows
@@ -431,16 +433,18 @@ class Run:
     def _enough(self, elapsed_ms: int) -> bool:
         """Return whether `acknowledged_min` acknowledgements are reached.
 
-        Producers that are far ahead of this number slow down.  If the number is not reached in
-        time, faults become rare.
+        Plain producers far ahead of it slow down.  If they are late, faults become rare.
         """
-        options, oracle = self.options, self.oracle
-        least = options.acknowledged_min
-        share = elapsed_ms / options.fault_ms
+        oracle, least = self.oracle, self.options.acknowledged_min
+        share = elapsed_ms / self.options.fault_ms
         oracle.ahead = bool(least) and oracle.acknowledgements > AHEAD * least * share
-        enough = oracle.acknowledgements >= least
-        self.faults.rarer = 1 if enough or share < LATE else RARER
-        return enough
+        self.faults.rarer = 1 if oracle.acknowledgements >= least or share < LATE else RARER
+        return self._acknowledgements() >= least
+
+    def _acknowledgements(self) -> int:
+        keyed = self.compaction.history.acknowledgements if self.compaction else 0
+        committed = self.transactions.history.acknowledgements if self.transactions else 0
+        return self.oracle.acknowledgements + keyed + committed
 
     async def _until(
         self, what: str, why_not: Any, within_ms: int | None = None, rule: str = "liveness"

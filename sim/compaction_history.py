@@ -56,6 +56,7 @@ class CompactionHistory:
         self._eras = eras
         self._retention_ms = retention_ms
         self.sent: dict[RecordId, Keyed] = {}
+        self.acknowledgements = 0
         self.log_start_of: Callable[[str, int], Offset] = lambda topic_id, partition: 0
         self._by_place: dict[TopicPartition, list[Keyed]] = {}
         self._numbers: dict[str, int] = {}
@@ -70,6 +71,7 @@ class CompactionHistory:
 
     def acknowledged(self, record: Keyed, offset: Offset, now_ms: float) -> None:
         record.outcome, record.offset, record.acked_ms = Outcome.ACKNOWLEDGED, offset, now_ms
+        self.acknowledgements += 1
 
     def failed(self, record: Keyed) -> None:
         if record.outcome is Outcome.PENDING:

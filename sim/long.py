@@ -248,7 +248,7 @@ def run_seed(seed: int, given: dict[str, Any]) -> dict[str, Any]:
         "events": report.events,
         "virtual_ms": report.virtual_ms,
         "cpu_s": round(ended.user - began.user + ended.system - began.system, 2),
-        "acknowledged": report.acknowledged,
+        "acknowledged": report.acknowledgements,
         "unknown": report.unknown,
         "rows_read": report.rows_read,
         "tiered_rows": report.tiered_rows,

@@ -68,6 +68,7 @@ class TransactionHistory:
         self.topics = topics
         self.transactions: list[Transaction] = []
         self.sent: dict[RecordId, tuple[Transaction, TransactionRecord]] = {}
+        self.acknowledgements = 0  #: records of transactions whose commit was answered
         self._began: dict[str, list[float]] = {}  #: id → when each instance was initialized
         self._lost_ms = lost_ms
         self._coordinator_of = coordinator_of
@@ -88,6 +89,10 @@ class TransactionHistory:
 
     def begin(self, transaction: Transaction) -> None:
         self.transactions.append(transaction)
+
+    def committed(self, transaction: Transaction) -> None:
+        transaction.end = TransactionEnd.COMMITTED
+        self.acknowledgements += len(transaction.records)
 
     def send(self, transaction: Transaction, record: TransactionRecord) -> None:
         transaction.records.append(record)

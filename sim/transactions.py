@@ -220,7 +220,7 @@ class SimTransactionalProducer:
             self._shared.count("transactions timed out" if timed_out else "commits refused")
             self._shared.tell(f"{self.name}: {error!r}")
             return await self._abort()
-        transaction.end = TransactionEnd.COMMITTED
+        self._shared.history.committed(transaction)
         return True
 
     async def _abort(self) -> bool:
