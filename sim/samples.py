@@ -17,6 +17,8 @@ compared with it (V11).
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -76,6 +78,8 @@ class Observer:
         self.latest: dict[PartitionKey, PartitionSample] = {}  #: last sample of the leader
         self.highest: dict[PartitionKey, int] = {}  #: the largest high watermark of any leader
         self._records: list[tuple[int, Any]] = []
+        #: The image of the first `_replayed_count` records: those that every image had last time.
+        self._replayed, self._replayed_count = MetadataImage(), 0
         self._registrations: dict[int, NodeId] = {}  # committed broker epoch → broker
         self._ends: dict[tuple[PartitionKey, NodeId], int] = {}
         # end of the committed metadata already checked, by controller
@@ -494,10 +498,16 @@ class Observer:
                 image = broker.core.metadata.image
                 images.append((image.offset, f"{machine.name}/broker", image))
         images.sort(key=lambda each: each[:2])
-        replayed, records = MetadataImage(), iter(self._records)
-        for upto, name, image in images:
+        if images and images[0][0] < self._replayed.offset:  # a node began with an older image
+            self._replayed, self._replayed_count = MetadataImage(), 0
+        records = itertools.islice(self._records, self._replayed_count, None)
+        replayed = self._replayed
+        for at, (upto, name, image) in enumerate(images):
             while replayed.offset < upto and (following := next(records, None)) is not None:
                 replayed.apply(*following)
+                self._replayed_count += not at
+            if not at:  # the next check begins here; this one goes on with a copy
+                replayed = copy.deepcopy(replayed)
             if replayed.offset == upto:
                 words = "{} is not what its log says: {}"
                 require(replayed == image, "V11", words, name, image)
