@@ -440,6 +440,31 @@ _SPARK = (
         peer_records=20_000_000,
         records_least=2_000_000,
     ),
+    Case(
+        name="read_topic",
+        what="Spark computes the count and the sum of the value lengths of a topic that is in the "
+        "tier, through read_topic: the table as Spark reads it, and the tail of the log",
+        against='spark.read.format("delta") on the same table',
+        plan="topic_table",
+        pk_modes=("read_topic",),
+        peer_modes=("delta",),
+        variants=(Variant("zstd", least=0.9),),
+        records=20_000_000,
+        peer_records=20_000_000,
+        records_least=2_000_000,
+    ),
+    Case(
+        name="read_topic_log",
+        what="The same read",
+        against=f"{_CONNECTOR} with the same records in Kafka's log",
+        plan="topic_log",
+        pk_modes=("read_topic",),
+        peer_modes=("kafka",),
+        variants=(Variant("none", least=5.0),),
+        records=10_000_000,
+        peer_records=10_000_000,
+        records_least=2_000_000,
+    ),
 )
 
 _STORED = (
@@ -477,6 +502,36 @@ _STORED = (
     ),
 )
 
+_COMPACTION = (
+    Case(
+        name="compaction",
+        what="The cleaner rewrites a log of one partition whose records are all dirty: keys of 12 "
+        "bytes, ten records for each, drawn at random, values of 100 bytes, segments of 64 MiB. "
+        "Bytes of keys and values a second, without the time until it begins",
+        against="Kafka's log cleaner",
+        plan="cleaning",
+        pk_modes=("cleaner",),
+        peer_modes=("cleaner",),
+        variants=(Variant("none", unit="MB/s", least=3.0),),
+        records=10_000_000,
+        peer_records=10_000_000,
+        records_least=2_000_000,
+    ),
+    Case(
+        name="compaction_isolation",
+        what="The p99 of the time from send to the acknowledgement, with one record of 100 bytes "
+        "in flight, while the broker's cleaner cleans such a log",
+        against="the same without a cleaning",
+        plan="cleaning_isolation",
+        pk_modes=("cleaning",),
+        peer_modes=("idle",),
+        variants=(Variant("none", unit="ms", least=0.83, less_is_better=True),),
+        records=10_000_000,
+        peer_records=10_000_000,
+        records_least=2_000_000,
+    ),
+)
+
 _TIER = (
     Case(
         name="cold_isolation",
@@ -510,5 +565,5 @@ _TIER = (
     ),
 )
 
-CASES = (*_CLIENTS, *_GROUPS, *_CLUSTERS, *_SPARK, *_STORED, *_TIER)
+CASES = (*_CLIENTS, *_GROUPS, *_CLUSTERS, *_SPARK, *_STORED, *_COMPACTION, *_TIER)
 BY_NAME = {case.name: case for case in CASES}

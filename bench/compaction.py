@@ -4,7 +4,8 @@
 
 Both sides get the same records: keys of 12 bytes, drawn at random, and values of 100 bytes, in
 segments of 64 MiB or files of the copier.  It prints one line of JSON for each side: seconds, bytes
-of keys and values in dirty records, MB/s, and rows before and after.
+of keys and values in dirty records, MB/s, and rows before and after.  `local` also prints the marks
+of its window (bench/runs).
 
     local   the work of the cleaner process (compaction/local_cleaner), in this process
     spark   `pk.sparkconnector.maintenance.compaction` on local[2], from the lease to its release;
@@ -67,12 +68,16 @@ def local(count: int, keys: int, root: Path) -> dict[str, Any]:
         log, found, root=str(root), tail=".bench.cleaned", settled_end=0,
         delete_retention_ms=1, map_bytes=MAP_BYTES, now=MedianTime(1, 1),
     )  # fmt: skip
+    print("open {}", flush=True)
     start = time.perf_counter()
     result = local_cleaner.clean(storage, job, key_hasher(os.urandom(32)))
     seconds = time.perf_counter() - start
     left = result.end - result.superseded
+    figures = _figures("local", seconds, result.end, left)
+    mark = {"value": figures["mb_s"], "records": result.end, "rows left": left}
+    print("close", json.dumps(mark), flush=True)
     log.close()
-    return _figures("local", seconds, result.end, left)
+    return figures
 
 
 def _filled(storage: Any, batches: Iterator[tuple[list[bytes], list[bytes]]]) -> Any:

@@ -42,6 +42,10 @@ HOMES = {
     "spark_sink_own": ("spark", "SinkOwn"),
     "spark_cold": ("spark", "ColdRead"),
     "spark_parquet": ("spark", "ParquetRead"),
+    "topic_table": ("spark", "TopicTable"),
+    "topic_log": ("spark", "TopicLog"),
+    "cleaning": ("compaction", "Cleaning"),
+    "cleaning_isolation": ("compaction", "CleaningIsolation"),
     "stored": ("stored", "Segments"),
     "stored_tier": ("stored", "Table"),
 }

@@ -33,13 +33,14 @@ _TIERED = {"tier_max_lag_ms": "1000"}
 class _Sessions(Base):
     """The two sessions; each runs only while its side runs."""
 
+    kind = "pk"
     peer_kind = "kafka"
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.sessions = {
             role: session_of(self.bench, kind)
-            for role, kind in (("pk", "pk"), ("peer", self.peer_kind))
+            for role, kind in (("pk", self.kind), ("peer", self.peer_kind))
         }
         self._warm: set[tuple[str, str]] = set()
 
@@ -232,3 +233,32 @@ class ParquetRead(ColdRead):
         if role == "pk":
             return super().round(role, mode)
         return self.timed(role, mode, do="read", format="parquet", paths=[self._files])
+
+
+class TopicLog(ColdRead):
+    """`read_topic` reads the table as Delta, Kafka's connector reads its log."""
+
+    kind = "delta"
+
+    def round(self, role: str, mode: str) -> Sample:
+        if role == "peer":
+            return super().round(role, mode)
+        topic, address = self.topics["pk"], self.side("pk").address
+        return self.timed(role, mode, do="read_topic", topic=topic, bootstrap=address)
+
+
+class TopicTable(TopicLog):
+    """The peer is Spark's Delta reader, on the same table and in the same session."""
+
+    peer_kind = "delta"
+
+    def fill_roles(self) -> tuple[tuple[str, str], ...]:
+        return (("pk", "prebuilt"),)
+
+    def parties(self, role: str) -> tuple[Party, ...]:
+        return super().parties(role) if role == "pk" else (self.sessions["peer"],)
+
+    def round(self, role: str, mode: str) -> Sample:
+        if role == "pk":
+            return super().round(role, mode)
+        return self.timed(role, mode, do="read", format="delta", paths=[str(self.table)])

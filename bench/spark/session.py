@@ -7,6 +7,7 @@ action alone, as a user of the session sees them.
   ping     a query over nothing
   read     batch: count and sum of value lengths
   stream   AvailableNow into the noop sink, with a new checkpoint
+  read_topic  the same, through `read_topic`; the session NAME is delta
   tasks    how many tasks read a batch
   write    the rows of a Parquet folder into a sink
   values   make that folder: `rows` values over `files` files
@@ -51,7 +52,7 @@ def start(name: str) -> Any:
     if folder := os.environ.get("PK_BENCH_EVENTS"):  # for a look at Spark's own metrics
         conf |= {"spark.eventLog.enabled": "true", "spark.eventLog.dir": Path(folder).as_uri()}
     os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
-    return sessions.session(f"bench {name}", master=MASTER, delta=False, **conf)
+    return sessions.session(f"bench {name}", master=MASTER, delta=name == "delta", **conf)
 
 
 def _loaded(reader: Any, given: dict[str, Any]) -> Any:
@@ -64,10 +65,20 @@ def ping(spark: Any, given: dict[str, Any]) -> dict[str, float]:
 
 
 def read(spark: Any, given: dict[str, Any]) -> dict[str, float]:
-    from pyspark.sql import functions as fn
+    begin = time.perf_counter()
+    return _summed(_loaded(spark.read, given), begin)
+
+
+def read_topic(spark: Any, given: dict[str, Any]) -> dict[str, float]:
+    from pk.sparkconnector import read_topic
 
     begin = time.perf_counter()
-    frame = _loaded(spark.read, given)
+    return _summed(read_topic(spark, given["topic"], given["bootstrap"]), begin)
+
+
+def _summed(frame: Any, begin: float) -> dict[str, float]:
+    from pyspark.sql import functions as fn
+
     row = frame.agg(fn.count("*"), fn.sum(fn.length("value"))).first()
     return {"rows": row[0], "bytes": row[1] or 0, "seconds": time.perf_counter() - begin}
 
@@ -126,7 +137,8 @@ def values(spark: Any, given: dict[str, Any]) -> dict[str, float]:
 
 
 _COMMANDS = {
-    "ping": ping, "read": read, "stream": stream, "tasks": tasks, "write": write, "values": values,
+    "ping": ping, "read": read, "read_topic": read_topic, "stream": stream, "tasks": tasks,
+    "write": write, "values": values,
 }  # fmt: skip
 
 
