@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from pk import errors
+from pk import errors, priority
 
 #: More than that of the tier process: readers wait for the tier, and never for a cleaning.
 NICENESS = 10
@@ -37,7 +37,7 @@ class _WithoutPandas(importlib.abc.MetaPathFinder):
 
 def main() -> None:
     """Do jobs until the input ends."""
-    os.nice(NICENESS)
+    priority.lower(NICENESS)
     sys.meta_path.insert(0, _WithoutPandas())
     jobs: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(jobs,), daemon=True).start()

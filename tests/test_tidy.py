@@ -141,6 +141,7 @@ SHELLS = {
     "pk.client.producer",
     "pk.client.registry",
     "pk.compaction.cleaner_process",
+    "pk.priority",
     "pk.client.waiting",
     "pk.tiering.delta",
     "pk.tiering.delta_actions",

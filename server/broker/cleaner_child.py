@@ -21,6 +21,7 @@ from pk.clock import Clock
 from pk.compaction import cleaning_job
 from pk.compaction.cleaning_job import CleaningJob, CleaningResult
 from pk.log.storage import Disk
+from pk.tasks import TaskRegistry
 
 IDLE_S = 60.0
 #: How long the broker waits for the end of a killed process; a disk that hangs delays it.
@@ -49,6 +50,7 @@ class CleanerChild:
         self._not_before_ms = 0.0  #: when the next process may start
         self._process: asyncio.subprocess.Process | None = None
         self._idle: asyncio.TimerHandle | None = None
+        self._endings = TaskRegistry()  #: of processes that were idle
 
     @property
     def pid(self) -> int | None:
@@ -76,7 +78,7 @@ class CleanerChild:
                 raise errors.InternalError(f"the cleaner process died: {cause}") from cause
             raise
         self._backoff.reset()
-        self._idle = asyncio.get_running_loop().call_later(IDLE_S, self._kill)
+        self._idle = asyncio.get_running_loop().call_later(IDLE_S, self._end_idle)
         return _result(found)
 
     @staticmethod
@@ -109,6 +111,15 @@ class CleanerChild:
         self._not_before_ms = self._clock.monotonic_ms() + self._backoff.next_ms()
         await self.close()
 
+    def _end_idle(self) -> None:
+        """Kill a process without a job, and forget it: a job that comes now gets another one.
+
+        A killed process looks alive until its end has been noticed.
+        """
+        self._kill()
+        process, self._process = self._process, None
+        self._endings.spawn(_ended(process))
+
     def _kill(self) -> None:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -120,10 +131,16 @@ class CleanerChild:
             self._idle.cancel()
         self._kill()
         process, self._process = self._process, None
-        if process is not None:
-            with contextlib.suppress(TimeoutError):  # it ends once its disk answers
-                async with asyncio.timeout(KILLED_S):
-                    await process.wait()
+        await _ended(process)
+        await self._endings.wait()
+
+
+async def _ended(process: asyncio.subprocess.Process | None) -> None:
+    """Wait for the end of a killed process."""
+    if process is not None:
+        with contextlib.suppress(TimeoutError):  # it ends once its disk answers
+            async with asyncio.timeout(KILLED_S):
+                await process.wait()
 
 
 def _result(found: dict[str, Any]) -> CleaningResult:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pk import errors
 from pk.clock import SystemClock
+from pk.compaction.cleaner_process import NICENESS
 from pk.compaction.cleaning_job import CleaningJob
+from pk.server.broker import cleaner_child
 from pk.server.broker.cleaner_child import CleanerChild
 from tests.kit.cleaned_log import CleanedLog
 
@@ -86,6 +90,44 @@ def test_an_error_of_the_process_keeps_its_details() -> None:
             assert found.value.details == {"offset": "7"}
         assert mine.pid is not None
         assert not clock.waits
+        await mine.close()
+
+    run(story)
+
+
+def test_a_job_that_comes_as_the_idle_process_is_killed_gets_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The idle time is a multiple of the default back-off of the cleaner, so this is common."""
+    monkeypatch.setattr(cleaner_child, "IDLE_S", 0)
+    told = f'{{"failed": {errors.CorruptLog.code}, "message": "bad"}}'
+
+    async def story(clock: StoppedClock) -> None:
+        mine = child(clock, ANSWERS(told))
+        for _ in range(3):
+            with pytest.raises(errors.CorruptLog, match="bad"):
+                await mine.clean(None, job())  # type: ignore[arg-type]
+            for _ in range(3):  # the timer fires; the end of the process is not noticed yet
+                await asyncio.sleep(0)
+            assert mine.pid is None
+        assert not clock.waits
+        await mine.close()
+
+    run(story)
+
+
+def test_the_real_process_leaves_the_cpu_to_others_and_so_does_its_session() -> None:
+    """Niceness counts within a session, and the process has one of its own."""
+
+    async def story(clock: StoppedClock) -> None:
+        mine = CleanerChild(clock)
+        with pytest.raises(FileNotFoundError):
+            await mine.clean(None, job())  # type: ignore[arg-type]
+        assert mine.pid is not None
+        assert os.getpriority(os.PRIO_PROCESS, mine.pid) == NICENESS
+        group = Path(f"/proc/{mine.pid}/autogroup")
+        if group.exists():
+            assert group.read_text().split()[-1] == str(NICENESS)
         await mine.close()
 
     run(story)
