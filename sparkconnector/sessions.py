@@ -243,11 +243,12 @@ def _as_it_is(
 ) -> DataFrame:
     """Return a topic up to its present end: the table, and the log from the table's end."""
     from pk.sparkconnector.offsets import Range
-    from pk.sparkconnector.options import source
+    from pk.sparkconnector.options import column_names, source
     from pk.sparkconnector.planner import Planner
 
     given = {name: _text(value) for name, value in options.items()}
     given |= {"pk.bootstrap.servers": bootstrap, "subscribe": topic}
+    given["includeHeaders"] = _text(include_headers)
     planner = Planner(source(given, streaming=False))
     bounds = planner.cluster.bounds(planner.cluster.topics([topic]), read_committed=True)
     table = _table_now(spark, planner, topic, [one.partition for one in bounds])
@@ -258,12 +259,13 @@ def _as_it_is(
         wanted.append(Range(topic, one.topic_id, one.partition, one.earliest, middle))
     positions = {"startingOffsets": starts, "endingOffsets": ends}
     given |= {name: json.dumps({topic: each}) for name, each in positions.items()}
-    given["includeHeaders"] = _text(include_headers)
-    tail = spark.read.format("pk").options(**given).load()
     cold = _stored(planner, table, [one for one in wanted if one.size]) if table else []
     if table is None or not cold:
-        return tail
-    return _table(spark, topic, table, cold).select(*tail.columns).unionByName(tail)
+        return spark.read.format("pk").options(**given).load()
+    rows = _table(spark, topic, table, cold).select(*column_names(planner.source))
+    if starts == ends:  # a source without rows would cost the start of Python workers
+        return rows
+    return rows.unionByName(spark.read.format("pk").options(**given).load())
 
 
 def _end(table: TopicVersion | None, partition: int) -> int:
@@ -350,18 +352,35 @@ def _table(
 ) -> DataFrame:
     from pyspark.sql import functions as fn
 
-    inside = " OR ".join(
-        f"(partition = {one.partition} AND offset >= {one.start} AND offset < {one.end})"
-        for one in cold
-    )
-    rows = spark.read.format("delta").option("versionAsOf", table.version)
+    reader = spark.read.format("delta").option("versionAsOf", table.version)
+    rows, inside = reader.load(_spark_path(table.uri)), _inside(table, cold)
     return (
-        rows.load(_spark_path(table.uri))
-        .where(inside)
+        (rows.where(inside) if inside else rows)
         .withColumn("topic", fn.lit(topic))
         .withColumnRenamed("timestamp_type", "timestampType")
         .withColumn("headers", fn.expr("CASE WHEN size(headers) > 0 THEN headers END"))
     )
+
+
+def _inside(table: TopicVersion, cold: Sequence[Range]) -> str:
+    """Return the SQL condition of the rows of `cold`, "" = all rows of the version.
+
+    An offset is compared only where a file has rows outside the range, so that Spark need not read
+    the column for the others.
+    """
+    parts, bounded = [], False
+    for one in cold:
+        files = table.found.files[one.partition]
+        words = [f"partition = {one.partition}"]
+        if any(file.min_offset < one.start for file in files):
+            words.append(f"offset >= {one.start}")
+        if any(file.max_offset >= one.end for file in files):
+            words.append(f"offset < {one.end}")
+        bounded |= len(words) > 1
+        parts.append(f"({' AND '.join(words)})")
+    filled = {partition for partition, files in table.found.files.items() if files}
+    everything = not bounded and filled <= {one.partition for one in cold}
+    return "" if everything else " OR ".join(parts)
 
 
 def _spark_path(uri: str) -> str:

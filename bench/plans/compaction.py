@@ -25,7 +25,7 @@ RECORDS_OF_A_KEY = 10
 _DAY_MS = "86400000"
 _SEGMENT_MS = 100
 _WAIT_S = 600.0
-_SEND_S = 5.0
+_SEND_S = 4.0
 #: log4j's binding to the slf4j API, for the lines of the cleaner.
 _LOGGER = "org.apache.logging.log4j:log4j-slf4j-impl:2.24.3"
 _CLEANED = re.compile(

@@ -9,7 +9,7 @@ import pytest
 from pyspark.errors import PySparkException
 from pyspark.sql import functions as fn
 
-from pk import Producer
+from pk import Producer, TopicPartition
 
 
 @pytest.fixture(params=["true", "false"], ids=["columns", "python"])
@@ -92,6 +92,29 @@ def test_small_partitions_share_tasks(spark, cluster, load):
     found = sorted(int(row.value) for row in packed.select("value").collect())
     assert found == list(range(240))
     assert as_consumed(packed) == as_consumed(single)
+
+
+def test_a_topic_that_is_all_in_the_table_is_read_by_spark_alone(spark, cluster, load):
+    from pk.sparkconnector import read_topic
+
+    topic = cluster.topic(2, tier_max_lag_ms=200)
+    cluster.fill(topic, 1000)
+    cluster.wait(
+        "all is tiered",
+        lambda: all(
+            one.tiered_end == one.log_end for one in cluster.admin.describe_topics([topic])
+        ),
+    )
+    natively = read_topic(spark, topic, cluster.address, include_headers=True)
+    assert as_consumed(natively) == consumed_ms(cluster, topic)
+    assert natively.columns == load(topic, includeHeaders="true").columns
+    plan = read_topic(spark, topic, cluster.address).select("value")._jdf.queryExecution()
+    assert "BatchScan" not in plan.toString(), "no source of Python"
+    assert "offset" not in plan.executedPlan().toString(), "no column to compare"
+
+    cluster.admin.delete_records({TopicPartition(topic, 0): 7})
+    left = consumed_ms(cluster, topic)
+    assert as_consumed(read_topic(spark, topic, cluster.address, include_headers=True)) == left
 
 
 def test_a_schema_of_ones_own_names_any_columns(spark, cluster):
