@@ -120,7 +120,8 @@ class JobQuery:
 class JobHistory:
     """All jobs of a run; the arguments are those of `TransactionHistory`.
 
-    `random_of`: returns the random numbers of a name.
+    `random_of`: returns the random numbers of a name.  `deposed`: returns whether a deposed
+    coordinator of a job may have answered lately.
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class JobHistory:
         lost_ms: LostMs,
         coordinator_of: Callable[[str], tuple[str, int]],
         random_of: Callable[[str], random.Random],
+        deposed: Callable[[str], bool] = lambda _: False,
     ) -> None:
         self.topics = topics
         self.jobs: dict[str, JobQuery] = {}
@@ -137,6 +139,7 @@ class JobHistory:
         self.ids: dict[RecordId, PlannedBatch] = {}  #: every planned row
         self._lost_ms = lost_ms
         self._coordinator_of = coordinator_of
+        self.deposed = deposed
         self._random_of = random_of
 
     # -- what queries do ---------------------------------------------------------------------------

@@ -34,8 +34,9 @@ class JobRuns:
         self._world = world
         self._samples = samples
         self._history = JobHistory(
-            shared.history.topics, oracle.lost_ms, samples.coordinator_key, world.random
-        )
+            shared.history.topics, oracle.lost_ms, samples.coordinator_key, world.random,
+            samples.deposed,
+        )  # fmt: skip
         self._client = JobClient(shared, self._history)
         self._cluster, self._lake = cluster, cluster.lake
         cluster.listeners["prepared_batch_resolved"] = self._resolved

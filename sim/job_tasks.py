@@ -54,7 +54,8 @@ class JobClient(NamedTuple):
 
         Leases, drivers, newer runs and records that failed explain aborts.  A newer run explains
         that a run is fenced.  If a table decides batches, a slow attempt of a task finds its batch
-        prepared, and a slow driver finds it ended by another driver or by the resolver.
+        prepared, and a slow driver finds it ended by another driver or by the resolver.  A deposed
+        coordinator may refuse a batch that it never heard of.
         """
         shared = self.shared
         shared.tell(f"{who}: {error!r}")
@@ -63,7 +64,7 @@ class JobClient(NamedTuple):
             error, errors.RetriableError | errors.TransactionAborted | errors.ClosedError
         )
         if isinstance(error, errors.InvalidTxnState):
-            explained = job in shared.options.together_job_ids
+            explained = job in shared.options.together_job_ids or self.history.deposed(job)
         if isinstance(error, errors.ProducerFenced):
             explained = len(self.history.jobs[job].runs) > 1
         if not (explained or self.history.coordinator_lost(job)):

@@ -31,6 +31,9 @@ from pk.sim.transaction_history import TransactionHistory
 from pk.transactional_ids import TOPIC, partition_of_id, partition_of_producer
 from pk.types import NONE, PartitionKey
 
+#: A refusal may be this old when its driver gets it: calls of jobs have 8 s.
+ANSWER_MS = 10_000
+
 _COMPLETE = (State.COMPLETE_COMMIT, State.COMPLETE_ABORT)
 _PREPARED = (State.PREPARE_COMMIT, State.PREPARE_ABORT)
 
@@ -52,6 +55,8 @@ class TransactionSamples:
         self._fences: dict[PartitionKey, tuple[float, FencesCheck]] = {}
         self._read: dict[PartitionKey, int] = {}
         self._coordinators: dict[int, int] = {}  #: partition → its newest leader epoch seen
+        #: partition → when a broker was last seen to coordinate it in an epoch that was over
+        self._deposed_ms: dict[int, float] = {}
 
     # -- the topic of the coordinators -------------------------------------------------------------
 
@@ -73,6 +78,15 @@ class TransactionSamples:
         state = self._observer.image.partition(PartitionKey(topic_id, number))
         return NONE if state is None else state.leader
 
+    def deposed(self, transactional_id: str) -> bool:
+        """Return whether a deposed coordinator may have answered about an id lately.
+
+        Within its lease a coordinator answers from what it knows, also if it has not heard yet that
+        another broker leads (rule R6).  It commits nothing then, but its refusals are stale.
+        """
+        seen_ms = self._deposed_ms.get(partition_of_id(transactional_id), NONE)
+        return seen_ms != NONE and self._oracle.now_ms() - seen_ms <= ANSWER_MS
+
     # -- samples -----------------------------------------------------------------------------------
 
     def look(self) -> None:
@@ -82,6 +96,7 @@ class TransactionSamples:
             if broker is None or not machine.serving:
                 continue
             for number, hosted in broker.core.coordinators._hosted.items():
+                self._is_it_current(number, hosted.epoch)
                 log = hosted._log
                 reading = hosted.loading or hosted.host.replaying
                 if not reading and log.committed == log.end:
@@ -95,6 +110,11 @@ class TransactionSamples:
                         self._decided_batch(who, job, machine_of.jobs, newest=newest)
         for partition in self._led():
             self._scan(partition)
+
+    def _is_it_current(self, number: int, epoch: int) -> None:
+        state = self._observer.image.partition(PartitionKey(self.state_topic_id, number))
+        if state is not None and epoch < state.leader_epoch:
+            self._deposed_ms[number] = self._oracle.now_ms()
 
     def _coordinated(self, name: str, number: int, epoch: int) -> None:
         before = self._coordinators.get(number, epoch)
