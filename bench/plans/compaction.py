@@ -29,7 +29,7 @@ _SEND_S = 4.0
 #: log4j's binding to the slf4j API, for the lines of the cleaner.
 _LOGGER = "org.apache.logging.log4j:log4j-slf4j-impl:2.24.3"
 _CLEANED = re.compile(
-    r"cleaned log (\S+)-0 \(dirty section = \[0, (\d+)\]\)\s+([\d.,]+) MB of log processed in "
+    r"cleaned log (\S+)-0 \(dirty section = \[0, (\d+)\]\)\s+[\d.,]+ MB of log processed in "
     r"([\d.,]+) seconds"
 )
 
@@ -56,11 +56,15 @@ class CleanerSide(KafkaSide):
 
     def cleaned(self, topic: str) -> tuple[int, float] | None:
         """Return the end of a topic's first cleaning, and its seconds; None = not yet."""
-        text = (self._folder / "kafka.out").read_text(errors="replace")
-        for name, end, _, seconds in _CLEANED.findall(text):
-            if name == topic:
-                return int(end), float(seconds.replace(",", ""))
-        return None
+        return cleaned((self._folder / "kafka.out").read_text(errors="replace"), topic)
+
+
+def cleaned(text: str, topic: str) -> tuple[int, float] | None:
+    """Return what Kafka's log says of a topic's first cleaning: its end, and its seconds."""
+    for name, end, seconds in _CLEANED.findall(text):
+        if name == topic:
+            return int(end), float(seconds.replace(",", ""))
+    return None
 
 
 class Cleaning(Base):

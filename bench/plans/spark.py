@@ -214,20 +214,24 @@ class ColdRead(HotRead):
         self.table = self.bench.tiered.tier(self.topics["pk"])
 
 
-class ParquetRead(ColdRead):
-    """The peer is Spark itself, on the files of the same table."""
-
-    peer_kind = "parquet"
-
-    def prepare(self) -> None:
-        super().prepare()
-        self._files = [str(path) for path in table_files(self.table)]
+class _OwnTable(ColdRead):
+    """The peer is Spark itself, on the same table."""
 
     def fill_roles(self) -> tuple[tuple[str, str], ...]:
         return (("pk", "prebuilt"),)
 
     def parties(self, role: str) -> tuple[Party, ...]:
         return super().parties(role) if role == "pk" else (self.sessions["peer"],)
+
+
+class ParquetRead(_OwnTable):
+    """The peer reads the table's files as Parquet."""
+
+    peer_kind = "parquet"
+
+    def prepare(self) -> None:
+        super().prepare()
+        self._files = [str(path) for path in table_files(self.table)]
 
     def round(self, role: str, mode: str) -> Sample:
         if role == "pk":
@@ -247,16 +251,10 @@ class TopicLog(ColdRead):
         return self.timed(role, mode, do="read_topic", topic=topic, bootstrap=address)
 
 
-class TopicTable(TopicLog):
-    """The peer is Spark's Delta reader, on the same table and in the same session."""
+class TopicTable(TopicLog, _OwnTable):
+    """The peer is Spark's Delta reader, in the same session."""
 
     peer_kind = "delta"
-
-    def fill_roles(self) -> tuple[tuple[str, str], ...]:
-        return (("pk", "prebuilt"),)
-
-    def parties(self, role: str) -> tuple[Party, ...]:
-        return super().parties(role) if role == "pk" else (self.sessions["peer"],)
 
     def round(self, role: str, mode: str) -> Sample:
         if role == "pk":

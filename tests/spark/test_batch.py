@@ -107,7 +107,7 @@ def test_a_topic_that_is_all_in_the_table_is_read_by_spark_alone(spark, cluster,
     )
     natively = read_topic(spark, topic, cluster.address, include_headers=True)
     assert as_consumed(natively) == consumed_ms(cluster, topic)
-    assert natively.columns == load(topic, includeHeaders="true").columns
+    assert natively.dtypes == load(topic, includeHeaders="true").dtypes
     plan = read_topic(spark, topic, cluster.address).select("value")._jdf.queryExecution()
     assert "BatchScan" not in plan.toString(), "no source of Python"
     assert "offset" not in plan.executedPlan().toString(), "no column to compare"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.kafka.readers import ConsumerReader, ProducerReader, latency_reader
+from bench.plans.compaction import cleaned
 from bench.runs import RunFailed
 
 LATENCIES = "2.8 ms avg latency, 350.0 ms max latency."
@@ -89,3 +90,16 @@ def test_latencies_are_the_percentiles_it_prints() -> None:
     assert closed is not None
     assert closed.kind == "close"
     assert closed.figures == {"p50_ms": 1.0, "value": 4.0, "p999_ms": 12.0}
+
+
+CLEANED = """\
+[2026-11-29 11:59:44,745] INFO [kafka-log-cleaner-thread-0]:
+\tLog cleaner thread 0 cleaned log cleaning-2-0 (dirty section = [0, 10000000])
+\t1,162.5 MB of log processed in 1,018.5 seconds (62.8 MB/sec).
+\tIndexed 1,162.5 MB in 9.0 seconds (128.8 Mb/sec, 48.8% of total time)
+"""
+
+
+def test_the_log_cleaner_says_how_long_it_worked() -> None:
+    assert cleaned(CLEANED, "cleaning-2") == (10_000_000, 1_018.5)
+    assert cleaned(CLEANED, "cleaning") is None
