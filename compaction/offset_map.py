@@ -13,9 +13,11 @@ hashed one by one, at a cost that follows their bytes.
 Invariants
   M1  `latest(key)` is the largest offset that was added with exactly these bytes.
   M2  The map and its blocks hold at most `bytes_max`: the bytes of the keys and ENTRY_BYTES for
-      each.  While a merge sorts, it takes about twice as much again.
+      each.  While a merge sorts, it takes about twice as much again.  `newest` takes 8 bytes for
+      each key, once that memory is free.
   M3  Rows are taken in offset order.  `add` takes a prefix of its rows, so the map always covers a
       range of offsets without omissions, and a cleaning may end where the map is full.
+  M4  A row that was added is the newest of its key exactly if its offset is that of an entry.
 """
 
 from __future__ import annotations
@@ -47,6 +49,8 @@ LONG_KEY_BYTES = 256
 #: The map is full when less than 1/SPARE of it is free after a merge.  Otherwise almost every block
 #: would cause a merge of the whole map.
 SPARE = 8
+#: `newest` marks up to so many offsets a row; rows that lie farther apart are searched.
+SPARSE = 8
 
 _33 = np.uint64(33)
 _MIX_1 = np.uint64(0xFF51AFD7ED558CCD)
@@ -83,7 +87,9 @@ class OffsetMap:
         self._merged = _Entries(np.zeros(0, np.uint64), _NO_KEYS, np.zeros(0, np.int64))
         self._blocks: list[_Entries] = []
         self._held = 0
+        self._first: int = NONE
         self._last: int = NONE
+        self._newest: I64 | None = None  #: the offsets of the map, ascending; None = not sorted yet
 
     def __len__(self) -> int:
         self._merge()
@@ -117,6 +123,8 @@ class OffsetMap:
                 block = _newest(hashes[:taken], keys.slice(0, taken), offsets[:taken])
         self._blocks.append(block)
         self._held += block.size
+        self._newest = None
+        self._first = self._first if self._first != NONE else int(offsets[0])
         self._last = int(offsets[taken - 1])
         return taken
 
@@ -148,6 +156,34 @@ class OffsetMap:
             same = _equal(_taken(entries.keys, at), _taken(keys, rows))
             found[rows[same]] = entries.offsets[at[same]]
             rows, at = rows[~same], at[~same] + 1
+        return found
+
+    def covered(self, offsets: I64) -> tuple[int, int]:
+        """Return which of the ascending `offsets` lie between the first and the last row of the
+        map, as the bounds of a slice.
+        """
+        if self._last == NONE:
+            return 0, 0
+        start, end = np.searchsorted(offsets, [self._first, self._last + 1]).tolist()
+        return start, end
+
+    def newest(self, offsets: I64) -> Bools:
+        """Return which rows are the newest of their keys, by their ascending offsets alone.  Of an
+        added row it says the same as `latest`, and costs a fraction of it (M4).
+        """
+        if self._newest is None:
+            self._merge()
+            self._newest = np.sort(self._merged.offsets)
+        if not len(offsets):
+            return np.zeros(0, bool)
+        base, span = int(offsets[0]), int(offsets[-1]) - int(offsets[0]) + 1
+        start, end = np.searchsorted(self._newest, [base, base + span]).tolist()
+        some = self._newest[start:end]
+        if span > SPARSE * len(offsets):
+            return np.isin(offsets, some, kind="sort")
+        marks = np.zeros(span, bool)
+        marks[some - base] = True
+        found: Bools = marks[offsets - base]
         return found
 
     def _merge(self) -> None:

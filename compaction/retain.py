@@ -51,6 +51,7 @@ from pk.compaction.offset_map import I64, Bools, OffsetMap
 from pk.log.aborted import AbortedRanges
 from pk.log.batch import Header
 from pk.log.control_rows import Marker
+from pk.log.encoding import fixed_column
 from pk.log.producers import ProducerStateEntry
 from pk.types import NONE, Offset
 
@@ -153,15 +154,16 @@ def add_dirty_rows(
 
 
 def retain_rows(rows: Rows, offset_map: OffsetMap, cleaning: Cleaning) -> RetainedRows:
-    """Decide which rows of a block stay, and their horizons (A–F)."""
+    """Decide which rows of a block stay, and their horizons (A–F).
+
+    offset_map: has all rows of the dirty range that A and B do not drop, see `add_dirty_rows`
+    """
     below: Bools = rows.offsets < cleaning.end
     aborted = below & rows.aborted
     left = below & ~aborted
     without_key = left & ~_with_key(rows.keys)
     left &= ~without_key
-    superseded = np.zeros(len(left), bool)
-    latest = offset_map.latest(rows.keys.filter(pa.array(left)))
-    superseded[left] = latest > rows.offsets[left]
+    superseded = _superseded(rows, left, offset_map)
     left &= ~superseded
     aging = left & rows.tombstones & rows.settled
     passed = aging & cleaning.passed(rows.horizons)
@@ -178,6 +180,19 @@ def retain_rows(rows: Rows, offset_map: OffsetMap, cleaning: Cleaning) -> Retain
         int(passed.sum()),
         int(rows.offsets[passed].max()) + 1 if passed.any() else 0,
     )
+
+
+def _superseded(rows: Rows, wanted: Bools, offset_map: OffsetMap) -> Bools:
+    """Return which of the `wanted` rows the map has a newer offset for (C)."""
+    start, end = offset_map.covered(rows.offsets)
+    found = wanted.copy()
+    found[start:end] &= ~offset_map.newest(rows.offsets[start:end])
+    for part in (slice(0, start), slice(end, len(found))):  # the map has not got these rows
+        asked = np.flatnonzero(wanted[part]) + part.start
+        if len(asked):
+            latest = offset_map.latest(rows.keys.take(fixed_column(asked)))
+            found[asked] = latest > rows.offsets[asked]
+    return found
 
 
 def _with_key(keys: pa.Array) -> Bools:

@@ -12,6 +12,7 @@ from pk import errors
 from pk.compaction.offset_map import (
     ENTRY_BYTES,
     LONG_KEY_BYTES,
+    SPARSE,
     U64,
     HashKeys,
     OffsetMap,
@@ -69,6 +70,30 @@ def test_the_map_is_a_dictionary(
     asked = [*expected, *others]
     assert offset_map.latest(binary(asked)).tolist() == [expected.get(key, -1) for key in asked]
     assert len(offset_map) == len(expected)
+
+
+@given(BLOCKS, HASHES, st.integers(1, 2 * SPARSE), st.integers(ENTRY_BYTES + 300, 1000))
+def test_an_offset_says_whether_its_row_is_the_newest(
+    blocks: list[list[bytes]], hash_keys: HashKeys, step: int, bytes_max: int
+) -> None:
+    offset_map = OffsetMap(bytes_max, hash_keys)
+    assert offset_map.covered(np.arange(3)) == (0, 0)
+    assert offset_map.newest(np.zeros(0, np.int64)).tolist() == []
+    base = 10
+    for keys in blocks:
+        taken = offset_map.add(binary(keys), np.arange(base, base + step * len(keys), step))
+        base += step * taken
+        if taken < len(keys):
+            break
+    added = np.arange(10, base, step)
+    if len(added):
+        around = np.array([0, 9, *added, base, base + 1])
+        assert offset_map.covered(around) == (2, 2 + len(added))
+    rows = [key for keys in blocks for key in keys][: len(added)]
+    for start in range(0, len(rows), 5):
+        some = added[start : start + 5]
+        latest = offset_map.latest(binary(rows[start : start + 5]))
+        assert offset_map.newest(some).tolist() == (latest == some).tolist()
 
 
 @given(BLOCKS, HASHES, st.integers(ENTRY_BYTES + LONG_KEY_BYTES + 3, 600))
