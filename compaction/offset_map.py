@@ -6,14 +6,16 @@ never replace each other.  The hash only says where to look.  It has a secret se
 secret, a producer could choose many keys of one hash, and every look-up would walk over all of
 them.
 
-Building costs one sort for each block of rows.  Blocks are merged when memory is short, and before
-the first look-up.  Python runs per block, never per row; only keys longer than LONG_KEY_BYTES are
-hashed one by one, at a cost that follows their bytes.
+Blocks of rows are held as they come, and merged when they are many, when memory is short, and
+before the first look-up.  A merge sorts words that have the first bits of a key's hash and the
+number of its row; where these bits are equal, the keys are compared, eight bytes at a time.  Python
+runs per block, never per row; only keys longer than LONG_KEY_BYTES are hashed one by one, at a cost
+that follows their bytes.
 
 Invariants
   M1  `latest(key)` is the largest offset that was added with exactly these bytes.
   M2  The map and its blocks hold at most `bytes_max`: the bytes of the keys and ENTRY_BYTES for
-      each.  While a merge sorts, it takes about twice as much again.  `newest` takes 8 bytes for
+      each, for a key of the map once and for those of the blocks once a row.  While a merge sorts, it takes about twice as much again.  `newest` takes 8 bytes for
       each key, once that memory is free.
   M3  Rows are taken in offset order.  `add` takes a prefix of its rows, so the map always covers a
       range of offsets without omissions, and a cleaning may end where the map is full.
@@ -23,9 +25,9 @@ Invariants
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +53,12 @@ LONG_KEY_BYTES = 256
 SPARE = 8
 #: `newest` marks up to so many offsets a row; rows that lie farther apart are searched.
 SPARSE = 8
+#: Blocks are merged when they have this many rows, and MERGE_FACTOR more for each key of the map.
+#: So their memory follows that of the distinct keys, and few rows are sorted a second time.
+MERGE_ROWS = 1 << 18
+MERGE_FACTOR = 4
+#: Neighbours are compared so many at a time, in the processor's cache.
+_CHUNK = 1 << 15
 
 _33 = np.uint64(33)
 _MIX_1 = np.uint64(0xFF51AFD7ED558CCD)
@@ -60,16 +68,113 @@ _LENGTH = np.uint64(0x9E3779B97F4A7C15)
 _TAILS: U64 = np.array([2**64 - 1, *((1 << 8 * n) - 1 for n in range(1, 8))], np.uint64)
 
 
+class _Keys:
+    """Keys without nulls.  Behind their bytes are 8 zeros, so any word of a key is read whole."""
+
+    def __init__(self, ends: npt.NDArray[np.int32], data: npt.NDArray[np.uint8]) -> None:
+        self.ends = ends  #: Arrow's offsets; the first is 0
+        self.data = data
+        self.size = int(ends[-1])
+        lengths = ends[1:] - ends[:-1]
+        self.lengths = lengths
+        least, self.longest = (int(lengths.min()), int(lengths.max())) if len(lengths) else (0, 0)
+        self._uniform = least == self.longest  #: all keys have this length
+
+    @classmethod
+    def of(cls, column: pa.Array) -> _Keys:
+        """Copy the keys of a binary column."""
+        ends = offsets_of(column)
+        size = int(ends[-1] - ends[0])
+        data = np.zeros(size + 8, np.uint8)
+        if size:
+            data[:size] = np.frombuffer(column.buffers()[2], np.uint8, size, int(ends[0]))
+        return cls(ends - ends[0], data)
+
+    @classmethod
+    def joined(cls, parts: Sequence[_Keys]) -> _Keys:
+        bases = np.cumsum([0, *(part.size for part in parts)]).tolist()
+        ends = [part.ends[1:] + np.int32(base) for part, base in zip(parts, bases, strict=False)]
+        data = [part.data[: part.size] for part in parts]
+        return cls(
+            np.concatenate([np.zeros(1, np.int32), *ends]),
+            np.concatenate([*data, np.zeros(8, np.uint8)]),
+        )
+
+    @property
+    def column(self) -> pa.Array:
+        """The keys as an Arrow column, not copied."""
+        buffers = [None, pa.py_buffer(self.ends), pa.py_buffer(self.data[: self.size])]
+        return pa.Array.from_buffers(pa.binary(), len(self.lengths), buffers, 0)
+
+    def taken(self, rows: I64) -> _Keys:
+        return _Keys.of(_taken(self.column, rows))
+
+    def words(self, word: int, rows: I64 | None = None) -> U64:
+        """Return 8 bytes of keys, from byte 8 * `word` of each on; zeros stand for those behind its
+        end.
+
+        rows: keys that are longer than 8 * `word`; None = all keys
+        """
+        found: U64
+        if self._uniform:
+            shape = (len(self.lengths),)
+            every: U64 = np.ndarray(shape, "<u8", self.data, 8 * word, (self.longest,))
+            found = every.copy() if rows is None else every[rows]
+            if 8 * (word + 1) > self.longest:
+                found &= _TAILS[self.longest & 7]
+            return found
+        starts, lengths = (
+            (self.ends[:-1], self.lengths)
+            if rows is None
+            else (self.ends[rows], self.lengths[rows])
+        )
+        every = np.ndarray((self.size + 1,), "<u8", self.data, strides=(1,))
+        found = every[starts + np.int32(8 * word)]
+        final = np.flatnonzero(lengths < 8 * (word + 1))
+        found[final] &= _TAILS[lengths[final] & 7]
+        return found
+
+
+def _equal(left: _Keys, left_rows: I64, right: _Keys, right_rows: I64) -> Bools:
+    """Return which rows of `left` and `right` have the same bytes."""
+    lengths = left.lengths[left_rows]
+    same: Bools = lengths == right.lengths[right_rows]
+    longest = min(left.longest, right.longest)
+    for word in range((min(longest, LONG_KEY_BYTES) + 7) // 8):
+        some = np.flatnonzero(same & (lengths > 8 * word))
+        found = left.words(word, left_rows[some]) == right.words(word, right_rows[some])
+        same[some] = found
+    if longest > LONG_KEY_BYTES:
+        some = np.flatnonzero(same & (lengths > LONG_KEY_BYTES))
+        found = pc.equal(
+            _taken(left.column, left_rows[some]), _taken(right.column, right_rows[some])
+        )
+        same[some] = found.to_numpy(zero_copy_only=False)
+    return same
+
+
 class _Entries(NamedTuple):
-    """Distinct keys in the order of their hashes, each with its newest offset."""
+    """Keys with their offsets."""
 
     hashes: U64
-    keys: pa.Array
+    keys: _Keys
     offsets: I64
 
     @property
     def size(self) -> int:
-        return key_bytes(self.keys) + ENTRY_BYTES * len(self.hashes)
+        return self.keys.size + ENTRY_BYTES * len(self.hashes)
+
+    def first(self, rows: int) -> _Entries:
+        keys = _Keys.of(self.keys.column.slice(0, rows))
+        return _Entries(self.hashes[:rows], keys, self.offsets[:rows])
+
+    def distinct(self) -> _Entries:
+        """Return the distinct keys in the order of their hashes, with the last of their offsets.
+        Rows of one key are in offset order.
+        """
+        order, same = _runs(self.hashes, self.keys)
+        last = order[np.append(~same, True)] if len(order) else order
+        return _Entries(self.hashes[last], self.keys.taken(last), self.offsets[last])
 
 
 class OffsetMap:
@@ -84,8 +189,10 @@ class OffsetMap:
         self.full = False  #: `add` takes no more rows
         self._bytes_max = bytes_max
         self._hash_keys = hash_keys
-        self._merged = _Entries(np.zeros(0, np.uint64), _NO_KEYS, np.zeros(0, np.int64))
-        self._blocks: list[_Entries] = []
+        #: distinct keys in the order of their hashes
+        self._merged = _Entries(np.zeros(0, np.uint64), _Keys.of(_NO_KEYS), np.zeros(0, np.int64))
+        self._blocks: list[_Entries] = []  #: the rows that were added since
+        self._rows = 0  #: of the blocks
         self._held = 0
         self._first: int = NONE
         self._last: int = NONE
@@ -108,30 +215,35 @@ class OffsetMap:
         assert keys.null_count == 0
         assert offsets[0] > self._last, (offsets[0], self._last)
         taken = len(offsets)
-        hashes = self._hash_keys(keys)
-        block = _newest(hashes, keys, offsets)
+        copied = _Keys.of(keys)
+        block = _Entries(self._hash_keys(copied.column), copied, offsets)
         if block.size > self._bytes_max - self._held:
             self._merge()
             room = self._bytes_max - self._held
             self.full = room < self._bytes_max // SPARE
-            if block.size > room:
+            if block.size > room and (distinct := block.distinct()).size > room:
                 self.full = True
-                taken = _fitting(hashes, keys, room)
+                taken = _fitting(block, room)
                 if not taken:
-                    self._refuse_key(keys)
+                    self._refuse_key(block)
                     return 0
-                block = _newest(hashes[:taken], keys.slice(0, taken), offsets[:taken])
+                block = block.first(taken).distinct()
+            elif block.size > room:
+                block = distinct
         self._blocks.append(block)
+        self._rows += len(block.hashes)
         self._held += block.size
+        if self._rows > MERGE_ROWS + MERGE_FACTOR * len(self._merged.hashes):
+            self._merge()
         self._newest = None
         self._first = self._first if self._first != NONE else int(offsets[0])
         self._last = int(offsets[taken - 1])
         return taken
 
-    def _refuse_key(self, keys: pa.Array) -> None:
+    def _refuse_key(self, block: _Entries) -> None:
         if not self._held:
             raise errors.InvalidOption(
-                f"a key of {key_bytes(keys.slice(0, 1))} bytes does not fit into an offset map of "
+                f"a key of {block.keys.lengths[0]} bytes does not fit into an offset map of "
                 f"{self._bytes_max} bytes: give the cleaner more memory"
             )
 
@@ -145,15 +257,16 @@ class OffsetMap:
         found: I64 = np.full(len(keys), NONE, np.int64)
         if not len(keys) or not len(entries.hashes):
             return found
-        hashes = self._hash_keys(keys)
-        rows: I64 = np.argsort(hashes)  # in this order the binary search stays in the cache
+        asked = _Keys.of(keys)
+        hashes = self._hash_keys(asked.column)
+        rows, _ = _order(hashes)  # in this order the binary search stays in the cache
         at: I64 = np.searchsorted(entries.hashes, hashes[rows])
         while len(rows):  # once, unless several keys of the map have one hash
             inside = at < len(entries.hashes)
             rows, at = rows[inside], at[inside]
             candidates = entries.hashes[at] == hashes[rows]
             rows, at = rows[candidates], at[candidates]
-            same = _equal(_taken(entries.keys, at), _taken(keys, rows))
+            same = _equal(entries.keys, at, asked, rows)
             found[rows[same]] = entries.offsets[at[same]]
             rows, at = rows[~same], at[~same] + 1
         return found
@@ -190,56 +303,74 @@ class OffsetMap:
         if not self._blocks:
             return
         parts = [self._merged, *self._blocks]
-        self._blocks = []
-        self._merged = _newest(
+        joined = _Entries(
             np.concatenate([part.hashes for part in parts]),
-            pa.concat_arrays([part.keys for part in parts]),
+            _Keys.joined([part.keys for part in parts]),
             np.concatenate([part.offsets for part in parts]),
         )
+        self._blocks, self._rows = [], 0
+        self._merged = joined.distinct()
         self._held = self._merged.size
 
 
-def _newest(hashes: U64, keys: pa.Array, offsets: I64) -> _Entries:
-    """Return the distinct keys with the last of their offsets.  Rows of one key are in offset
-    order; the keys are copied.
+def _order(hashes: U64) -> tuple[I64, Bools]:
+    """Return the rows in the order of their first bits of the hash, as many as a word has beside
+    the row's number, and for each but the first whether these bits equal those of the one before.
+
+    Rows with equal bits stay in their order.  numpy sorts words several times faster than it sorts
+    the numbers of rows by them.
     """
-    order: I64 = np.argsort(hashes, kind="stable")
-    keys, same = _runs(hashes, keys, order)
-    last = np.append(~same, True)
-    if not last.all():
-        order, keys = order[last], keys.filter(pa.array(last))
-    return _Entries(hashes[order], keys, offsets[order])
+    numbers = np.uint64((1 << max(len(hashes) - 1, 0).bit_length()) - 1)
+    words = hashes & ~numbers
+    words |= np.arange(len(hashes), dtype=np.uint64)
+    words.sort()
+    same: Bools = (words[1:] ^ words[:-1]) <= numbers
+    words &= numbers
+    return words.view(np.int64), same
 
 
-def _runs(hashes: U64, keys: pa.Array, order: I64) -> tuple[pa.Array, Bools]:
-    """Return the keys in `order`, and for each but the first whether it equals the one before.
-
-    `order` sorts by the hash.  If it leaves different keys of one hash mixed, it is changed so that
-    equal keys adjoin, in the order of their rows.
+def _runs(hashes: U64, keys: _Keys) -> tuple[I64, Bools]:
+    """Return the rows in an order in which equal keys adjoin, in the order of their rows, and for
+    each but the first whether its key equals the one before.  The order sorts by the hash.
     """
-    ordered = _taken(keys, order)
-    equal_hash: Bools = hashes[order[1:]] == hashes[order[:-1]]
-    same: Bools = equal_hash.copy()
-    doubtful = np.flatnonzero(equal_hash)
-    same[doubtful] = _equal(_taken(ordered, doubtful + 1), _taken(ordered, doubtful))
-    if not np.array_equal(same, equal_hash):
-        numbers = ordered.dictionary_encode().indices.to_numpy()  # compares bytes
-        again: I64 = np.lexsort((numbers, hashes[order]))  # stable
-        order[:] = order[again]
-        ordered = _taken(keys, order)
-        same = numbers[again][1:] == numbers[again][:-1]
-    return ordered, same
+    order, same = _order(hashes)
+    doubtful: list[I64] = []
+    for start in range(0, len(same), _CHUNK):
+        some = order[start : start + _CHUNK + 1]
+        near = np.flatnonzero(same[start : start + _CHUNK])
+        equal = _equal(keys, some[near], keys, some[near + 1])
+        if not equal.all():
+            doubtful.append(near[~equal] + start)
+    if doubtful:
+        _separate(hashes, keys, order, same, np.concatenate(doubtful))
+    return order, same
 
 
-def _fitting(hashes: U64, keys: pa.Array, room: int) -> int:
+def _separate(hashes: U64, keys: _Keys, order: I64, same: Bools, doubtful: I64) -> None:
+    """Sort the runs of equal bits that have several keys, in place.
+
+    same: as `_order` returns it.  It is changed to what `_runs` returns
+    doubtful: where neighbours with equal bits have different keys
+    """
+    run = np.cumsum(np.concatenate([[0], ~same]))
+    mixed = np.zeros(int(run[-1]) + 1, bool)
+    mixed[run[doubtful]] = True
+    places = np.flatnonzero(mixed[run])
+    rows, run = order[places], run[places]
+    numbers = _taken(keys.column, rows).dictionary_encode().indices.to_numpy()  # compares bytes
+    again: I64 = np.lexsort((numbers, hashes[rows], run))  # stable
+    order[places] = rows[again]
+    inner = np.flatnonzero(run[1:] == run[:-1])  # places of one run adjoin
+    same[places[inner]] = numbers[again][inner + 1] == numbers[again][inner]
+
+
+def _fitting(block: _Entries, room: int) -> int:
     """Return how many of the first rows have distinct keys of at most `room` bytes."""
-    order: I64 = np.argsort(hashes, kind="stable")
-    _, same = _runs(hashes, keys, order)
+    order, same = _runs(block.hashes, block.keys)
     first = np.sort(order[np.insert(~same, 0, True)])  # the first row of each key
-    ends = offsets_of(keys).astype(np.int64)
-    sums = np.cumsum((ends[1:] - ends[:-1])[first] + ENTRY_BYTES)
+    sums = np.cumsum(block.keys.lengths[first].astype(np.int64) + ENTRY_BYTES)
     fit = int(np.searchsorted(sums, room, side="right"))
-    return int(first[fit]) if fit < len(first) else len(keys)
+    return int(first[fit]) if fit < len(first) else len(order)
 
 
 def key_bytes(keys: pa.Array) -> int:
@@ -250,11 +381,6 @@ def key_bytes(keys: pa.Array) -> int:
 
 def _taken(keys: pa.Array, rows: I64) -> pa.Array:
     return keys.take(fixed_column(np.ascontiguousarray(rows, np.int64)))
-
-
-def _equal(left: pa.Array, right: pa.Array) -> Bools:
-    found: Bools = pc.equal(left, right).to_numpy(zero_copy_only=False)
-    return found
 
 
 _NO_KEYS = pa.array([], pa.binary())
@@ -272,33 +398,28 @@ def key_hasher(secret: bytes) -> HashKeys:
     return partial(_hash_keys, secret)
 
 
-def _hash_keys(secret: bytes, keys: pa.Array) -> U64:
-    rows = len(keys)
-    ends = offsets_of(keys).astype(np.int64)
-    starts, lengths = ends[:-1] - ends[0], ends[1:] - ends[:-1]
+def _hash_keys(secret: bytes, column: pa.Array) -> U64:
+    keys = _Keys.of(column)
     seed, factor = (np.uint64(each) for each in np.frombuffer(secret, "<u8")[:2])
     factor |= np.uint64(1)
-    hashes: U64 = _mix(lengths.astype(np.uint64) * _LENGTH + seed)
-    size = int(ends[-1] - ends[0])
-    if not rows or not size:
-        return hashes
-    data = np.zeros(size + 7, np.uint8)  # the last word of a key is read whole
-    data[:size] = np.frombuffer(keys.buffers()[2], np.uint8, size, int(ends[0]))
-    words_at: Any = np.ndarray((size,), "<u8", data, strides=(1,))
-    long = np.flatnonzero(lengths > LONG_KEY_BYTES)
-    for row in long.tolist():
-        key = data[starts[row] : starts[row] + lengths[row]].data
-        digest = hashlib.blake2b(key, digest_size=8, key=secret).digest()
-        hashes[row] = int.from_bytes(digest, "little")
-    words = (np.where(lengths > LONG_KEY_BYTES, 0, lengths) + 7) >> 3
-    order: I64 = np.argsort(-words, kind="stable")
-    counts = np.searchsorted(-words[order], -np.arange(1, int(words.max()) + 1), side="right")
-    for word, count in enumerate(counts.tolist()):
-        some = order[:count]  # the keys that have this word
-        terms = words_at[starts[some] + 8 * word]
-        final = words[some] == word + 1
-        terms[final] &= _TAILS[lengths[some[final]] & 7]
-        hashes[some] = _mix((hashes[some] ^ terms) * factor + seed)
+    hashes: U64 = _mix(keys.lengths.astype(np.uint64) * _LENGTH + seed)
+    words = (keys.lengths + 7) >> 3
+    if keys.longest > LONG_KEY_BYTES:
+        long = np.flatnonzero(keys.lengths > LONG_KEY_BYTES)
+        words[long] = 0
+        for row in long.tolist():
+            key = keys.data[keys.ends[row] : keys.ends[row + 1]].data
+            digest = hashlib.blake2b(key, digest_size=8, key=secret).digest()
+            hashes[row] = int.from_bytes(digest, "little")
+    least, most = (int(words.min()), int(words.max())) if len(words) else (0, 0)
+    for word in range(least):  # every key has this word
+        hashes ^= keys.words(word)
+        hashes *= factor
+        hashes += seed
+        _mix(hashes)
+    for word in range(least, most):
+        some = np.flatnonzero(words > word)
+        hashes[some] = _mix((hashes[some] ^ keys.words(word, some)) * factor + seed)
     return hashes
 
 

@@ -149,7 +149,8 @@ def add_dirty_rows(
     wanted = (rows.offsets >= first_dirty) & (rows.offsets < end)
     wanted &= ~rows.aborted & _with_key(rows.keys)
     offsets = rows.offsets[wanted]
-    taken = offset_map.add(rows.keys.filter(pa.array(wanted)), offsets)
+    keys = rows.keys if wanted.all() else rows.keys.filter(pa.array(wanted))
+    taken = offset_map.add(keys, offsets)
     return int(offsets[taken]) if taken < len(offsets) else None
 
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pk import errors
+from pk.compaction import offset_map as offset_map_module
 from pk.compaction.offset_map import (
     ENTRY_BYTES,
     LONG_KEY_BYTES,
@@ -33,7 +34,12 @@ def two_hashes(keys: pa.Array) -> U64:
     return np.where(lengths % np.uint64(2) == 0, np.uint64(2**64 - 1), np.uint64(5))
 
 
-HASHES = st.sampled_from([key_hasher(SECRET), one_hash, two_hashes])
+def near_hashes(keys: pa.Array) -> U64:
+    """They differ in their last bits alone, which a sort of many rows does not see."""
+    return np.array([len(key) + sum(key) for key in keys.to_pylist()], np.uint64)
+
+
+HASHES = st.sampled_from([key_hasher(SECRET), one_hash, two_hashes, near_hashes])
 KEY = st.one_of(
     st.sampled_from([b"", b"\0", b"\0\0", b"a", b"a\0", b"12345678", b"12345678\0", b"1234567"]),
     st.binary(max_size=20),
@@ -68,6 +74,27 @@ def test_the_map_is_a_dictionary(
     offset_map = OffsetMap(ROOMY, hash_keys)
     expected = filled(blocks, offset_map)
     asked = [*expected, *others]
+    assert offset_map.latest(binary(asked)).tolist() == [expected.get(key, -1) for key in asked]
+    assert len(offset_map) == len(expected)
+
+
+@pytest.mark.parametrize("hash_keys", [key_hasher(SECRET), near_hashes])
+@pytest.mark.parametrize("length", [3, 8, 12, 16, None])
+def test_merges_keep_the_newest_offsets(
+    hash_keys: HashKeys, length: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of many keys, of one length and of several."""
+    monkeypatch.setattr(offset_map_module, "MERGE_ROWS", 100)
+    rng = np.random.default_rng(3)
+    names = [b"%d" % n for n in range(700)]
+    if length is None:
+        names = [name + b"-" * (n % 19) for n, name in enumerate(names)]
+    else:
+        names = [name.rjust(length, b"-") for name in names]
+    blocks = [[names[n] for n in rng.integers(0, 700, size)] for size in (90, 1, 700, 400, 3000)]
+    offset_map = OffsetMap(ROOMY, hash_keys)
+    expected = filled(blocks, offset_map)
+    asked = [*names, b"none", b"", b"-" * 300]
     assert offset_map.latest(binary(asked)).tolist() == [expected.get(key, -1) for key in asked]
     assert len(offset_map) == len(expected)
 
