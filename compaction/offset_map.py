@@ -15,8 +15,9 @@ that follows their bytes.
 Invariants
   M1  `latest(key)` is the largest offset that was added with exactly these bytes.
   M2  The map and its blocks hold at most `bytes_max`: the bytes of the keys and ENTRY_BYTES for
-      each, for a key of the map once and for those of the blocks once a row.  While a merge sorts, it takes about twice as much again.  `newest` takes 8 bytes for
-      each key, once that memory is free.
+      each, for a key of the map once and for those of the blocks once a row.  While a merge sorts,
+      it takes about twice as much again.  `newest` takes 8 bytes for each key, once that memory is
+      free.
   M3  Rows are taken in offset order.  `add` takes a prefix of its rows, so the map always covers a
       range of offsets without omissions, and a cleaning may end where the map is full.
   M4  A row that was added is the newest of its key exactly if its offset is that of an entry.
@@ -78,7 +79,7 @@ class _Keys:
         lengths = ends[1:] - ends[:-1]
         self.lengths = lengths
         least, self.longest = (int(lengths.min()), int(lengths.max())) if len(lengths) else (0, 0)
-        self._uniform = least == self.longest  #: all keys have this length
+        self.uniform = least == self.longest  #: all keys have this length
 
     @classmethod
     def of(cls, column: pa.Array) -> _Keys:
@@ -107,6 +108,11 @@ class _Keys:
         return pa.Array.from_buffers(pa.binary(), len(self.lengths), buffers, 0)
 
     def taken(self, rows: I64) -> _Keys:
+        if self.uniform and self.longest:
+            every = self.data[: self.size].view(f"V{self.longest}")
+            data = np.zeros(len(rows) * self.longest + 8, np.uint8)
+            data[:-8] = every[rows].view(np.uint8)
+            return _Keys(np.arange(len(rows) + 1, dtype=np.int32) * np.int32(self.longest), data)
         return _Keys.of(_taken(self.column, rows))
 
     def words(self, word: int, rows: I64 | None = None) -> U64:
@@ -116,7 +122,7 @@ class _Keys:
         rows: keys that are longer than 8 * `word`; None = all keys
         """
         found: U64
-        if self._uniform:
+        if self.uniform:
             shape = (len(self.lengths),)
             every: U64 = np.ndarray(shape, "<u8", self.data, 8 * word, (self.longest,))
             found = every.copy() if rows is None else every[rows]
@@ -334,15 +340,20 @@ def _runs(hashes: U64, keys: _Keys) -> tuple[I64, Bools]:
     each but the first whether its key equals the one before.  The order sorts by the hash.
     """
     order, same = _order(hashes)
-    doubtful: list[I64] = []
-    for start in range(0, len(same), _CHUNK):
-        some = order[start : start + _CHUNK + 1]
-        near = np.flatnonzero(same[start : start + _CHUNK])
-        equal = _equal(keys, some[near], keys, some[near + 1])
-        if not equal.all():
-            doubtful.append(near[~equal] + start)
-    if doubtful:
-        _separate(hashes, keys, order, same, np.concatenate(doubtful))
+    if keys.uniform and keys.longest <= LONG_KEY_BYTES and 2 * np.count_nonzero(same) > len(same):
+        equal = same.copy()
+        for word in range((keys.longest + 7) // 8):
+            words = keys.words(word)
+            for start in range(0, len(same), _CHUNK):
+                some = words[order[start : start + _CHUNK + 1]]
+                equal[start : start + _CHUNK] &= some[1:] == some[:-1]
+    else:
+        equal = np.zeros(len(same), bool)
+        for start in range(0, len(same), _CHUNK):
+            near = np.flatnonzero(same[start : start + _CHUNK]) + start
+            equal[near] = _equal(keys, order[near], keys, order[near + 1])
+    if not np.array_equal(equal, same):
+        _separate(hashes, keys, order, same, np.flatnonzero(equal != same))
     return order, same
 
 
