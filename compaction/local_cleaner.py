@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -39,7 +38,7 @@ import pyarrow as pa
 from pk import errors, limits
 from pk.compaction import retain
 from pk.compaction.cleaning_job import CleanedSegment, CleaningJob, CleaningResult, SealedSegment
-from pk.compaction.offset_map import I64, Bools, HashKeys, OffsetMap
+from pk.compaction.offset_map import HashKeys, OffsetMap
 from pk.compaction.retain import (
     NO_HORIZON,
     BatchColumns,
@@ -54,7 +53,6 @@ from pk.log import batch as batches
 from pk.log import columns, control_rows, encoding
 from pk.log.aborted import AbortedEntry, AbortedRanges
 from pk.log.batch import HEADER_BYTES, Header
-from pk.log.encoding import numbers
 from pk.log.index import SPAN_MAX
 from pk.log.producers import CorruptSnapshot, Producers
 from pk.log.segment import LOG, SNAPSHOT, OpenFile, Segment, file_name
@@ -64,7 +62,6 @@ from pk.types import NONE, Offset
 #: Stored bytes of a block, and decoded ones; a block has at least one batch.
 BLOCK_BYTES = 4 * limits.MIB
 DECODED_BLOCK_BYTES = 64 * limits.MIB
-_NO_KEYS = pa.array([], pa.binary())
 
 
 class _Block(NamedTuple):
@@ -76,39 +73,34 @@ class _Block(NamedTuple):
 
 
 class _Decoded(NamedTuple):
-    """A block with its rows decoded."""
+    """A block whose batches are decompressed and parsed."""
 
     block: _Block
     batches: BatchColumns
-    rows: Sequence[pa.RecordBatch | None]  #: of the data batches with rows
+    bodies: Sequence[columns.Body | None]  #: of the data batches with rows
     columns: retain.Rows
 
     @classmethod
     def of(cls, block: _Block, ranges: AbortedRanges, cleaning: Cleaning) -> _Decoded:
         found = BatchColumns.of(block.headers, ranges)
-        decode = partial(columns.decode, decoded_bytes_max=columns.DECODED_BYTES_MAX)
-        rows = [
-            decode(raw, header=header) if count else None
+        bodies = [
+            columns.body_of(raw, header, columns.DECODED_BYTES_MAX) if count else None
             for header, raw, count in zip(
                 block.headers, block.raw, found.rows.tolist(), strict=True
             )
         ]
-        some = [each for each in rows if each is not None]
-        offsets: I64 = np.concatenate(
-            [np.zeros(0, np.int64), *(numbers(each.column("offset")) for each in some)]
+        some = [
+            (header, body)
+            for header, body in zip(block.headers, bodies, strict=True)
+            if body is not None
+        ]
+        rows = found.rows_of(
+            columns.joined_offsets(some),
+            columns.joined_keys(some),
+            columns.joined_tombstones(some),
+            cleaning,
         )
-        keys = pa.concat_arrays([_NO_KEYS, *(each.column("key") for each in some)])
-        tombstones: Bools = np.concatenate(
-            [np.zeros(0, bool), *(_nulls(each.column("value")) for each in some)]
-        )
-        return cls(block, found, rows, found.rows_of(offsets, keys, tombstones, cleaning))
-
-
-def _nulls(column: pa.Array) -> Bools:
-    if not column.null_count:
-        return np.zeros(len(column), bool)
-    found: Bools = column.is_null().to_numpy(zero_copy_only=False)
-    return found
+        return cls(block, found, bodies, rows)
 
 
 def clean(storage: Storage, job: CleaningJob, hash_keys: HashKeys) -> CleaningResult:
@@ -303,10 +295,11 @@ class _Rewriting:
             if not count:
                 out.add([batches.empty(header)])
                 continue
-            found = decoded.rows[at]
-            assert found is not None
-            mask = pa.array(rows.keep[start:end])
-            part = found if count == end - start else found.filter(mask)
+            body = decoded.bodies[at]
+            assert body is not None
+            part = columns.rows_of(header, body)
+            if count < end - start:
+                part = part.filter(pa.array(rows.keep[start:end]))
             out.add(encoding.rewritten(header, part, _horizon(horizon)))
         out.flush()
 

@@ -34,6 +34,7 @@ Invariants
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -48,6 +49,7 @@ from pk.log.batch import HEADER_BYTES, Header
 from pk.log.encoding import (
     DECODED_BYTES_MAX,
     FEW,
+    I64,
     LENGTH,
     U32,
     UNITS,
@@ -69,11 +71,15 @@ __all__ = [
     "decode",
     "encode",
     "encode_lists",
+    "joined_keys",
+    "joined_offsets",
+    "joined_tombstones",
     "key_values_of",
     "no_headers",
     "null_headers",
     "nulls",
     "parse",
+    "rows_of",
     "schema",
     "validate_body",
 ]
@@ -223,8 +229,13 @@ def _null_with_bytes(lengths: U32, validity: memoryview) -> bool:
     if len(lengths) <= FEW:
         valid = int.from_bytes(validity, "little")
         return any(size and not valid >> row & 1 for row, size in enumerate(lengths.tolist()))
-    bits = np.unpackbits(np.frombuffer(validity, np.uint8), count=len(lengths), bitorder="little")
-    return bool(np.any(lengths[bits == 0]))
+    return bool(np.any(lengths[_valid(validity, len(lengths)) == 0]))
+
+
+def _valid(validity: memoryview, rows: int) -> npt.NDArray[np.uint8]:
+    """Return the bits of the rows, 0 or 1."""
+    bits = np.frombuffer(validity, np.uint8)
+    return np.unpackbits(bits, count=rows, bitorder="little")
 
 
 def _decompressed(header: Header, batch: Buffer, decoded_bytes_max: int) -> memoryview:
@@ -313,11 +324,14 @@ def decode(
         batches.check_structure(header)
         if header.length > len(batch):
             raise errors.CorruptBatch(f"{len(batch)} bytes of a batch of {header.length}")
+    if not header.record_count:
+        return pa.RecordBatch.from_pylist([], schema=_SCHEMAS[timestamp_unit])
+    return rows_of(header, body_of(batch, header, decoded_bytes_max), timestamp_unit)
+
+
+def rows_of(header: Header, body: Body, timestamp_unit: str = "ms") -> pa.RecordBatch:
+    """Return what `decode` returns of a batch with rows, after `body_of`."""
     n = header.record_count
-    target = _SCHEMAS[timestamp_unit]
-    if not n:
-        return pa.RecordBatch.from_pylist([], schema=target)
-    body = body_of(batch, header, decoded_bytes_max)
     columns = [
         _offsets(header, body),
         _timestamps(header, body, timestamp_unit),
@@ -325,7 +339,36 @@ def decode(
         _binary(n, body.value_lengths, body.value_validity, body.value_data),
         _header_lists(n, body),
     ]
-    return pa.RecordBatch.from_arrays(columns, schema=target)
+    return pa.RecordBatch.from_arrays(columns, schema=_SCHEMAS[timestamp_unit])
+
+
+def joined_offsets(found: Sequence[tuple[Header, Body]]) -> I64:
+    """Return the offsets of the rows of several batches."""
+    parts = [_offset_numbers(header, body) for header, body in found]
+    return np.concatenate([np.zeros(0, np.int64), *parts])
+
+
+def joined_keys(found: Sequence[tuple[Header, Body]]) -> pa.Array:
+    """Return the keys of several batches, of less than 2 GiB, as one column.  It is a copy."""
+    lengths = [body.key_lengths for _, body in found if body.key_lengths is not None]
+    if len(lengths) == len(found) and all(body.key_validity is None for _, body in found):
+        data = b"".join(body.key_data for _, body in found)
+        return binary(np.concatenate([np.zeros(0, np.uint32), *lengths]), memoryview(data))
+    return pa.concat_arrays(
+        _binary(header.record_count, body.key_lengths, body.key_validity, body.key_data)
+        for header, body in found
+    )
+
+
+def joined_tombstones(found: Sequence[tuple[Header, Body]]) -> npt.NDArray[np.bool_]:
+    """Return of several batches which rows have no value."""
+    parts = [
+        np.full(header.record_count, body.value_lengths is None)
+        if body.value_validity is None or body.value_lengths is None
+        else _valid(body.value_validity, header.record_count) == 0
+        for header, body in found
+    ]
+    return np.concatenate([np.zeros(0, bool), *parts])
 
 
 #: Rows with these flags are decoded through Arrow.
@@ -377,12 +420,15 @@ def _pieces(lengths: U32 | None, data: memoryview, rows: int) -> list[bytes | No
 
 
 def _offsets(header: Header, body: Body) -> pa.Array:
+    return fixed_column(_offset_numbers(header, body))
+
+
+def _offset_numbers(header: Header, body: Body) -> I64:
+    first = header.base_offset
     if body.deltas is None:
-        first = header.base_offset
-        offsets = np.arange(first, first + header.record_count, dtype=np.int64)
-    else:
-        offsets = np.add(body.deltas, header.base_offset, dtype=np.int64, casting="unsafe")
-    return fixed_column(offsets)
+        return np.arange(first, first + header.record_count, dtype=np.int64)
+    found: I64 = np.add(body.deltas, first, dtype=np.int64, casting="unsafe")
+    return found
 
 
 def _timestamps(header: Header, body: Body, unit: str) -> pa.Array:
