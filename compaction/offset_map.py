@@ -111,7 +111,7 @@ class _Keys:
         if self.uniform and self.longest:
             every = self.data[: self.size].view(f"V{self.longest}")
             data = np.zeros(len(rows) * self.longest + 8, np.uint8)
-            data[:-8] = every[rows].view(np.uint8)
+            data[:-8] = every.take(rows).view(np.uint8)
             return _Keys(np.arange(len(rows) + 1, dtype=np.int32) * np.int32(self.longest), data)
         return _Keys.of(_taken(self.column, rows))
 
@@ -132,10 +132,10 @@ class _Keys:
         starts, lengths = (
             (self.ends[:-1], self.lengths)
             if rows is None
-            else (self.ends[rows], self.lengths[rows])
+            else (self.ends.take(rows), self.lengths.take(rows))
         )
         every = np.ndarray((self.size + 1,), "<u8", self.data, strides=(1,))
-        found = every[starts + np.int32(8 * word)]
+        found = every[starts + np.int32(8 * word)]  # take would copy all
         final = np.flatnonzero(lengths < 8 * (word + 1))
         found[final] &= _TAILS[lengths[final] & 7]
         return found
@@ -143,13 +143,13 @@ class _Keys:
 
 def _equal(left: _Keys, left_rows: I64, right: _Keys, right_rows: I64) -> Bools:
     """Return which rows of `left` and `right` have the same bytes."""
-    lengths = left.lengths[left_rows]
-    same: Bools = lengths == right.lengths[right_rows]
+    lengths = left.lengths.take(left_rows)
+    same: Bools = lengths == right.lengths.take(right_rows)
     longest = min(left.longest, right.longest)
     for word in range((min(longest, LONG_KEY_BYTES) + 7) // 8):
         some = np.flatnonzero(same & (lengths > 8 * word))
-        found = left.words(word, left_rows[some]) == right.words(word, right_rows[some])
-        same[some] = found
+        left_words = left.words(word, left_rows.take(some))
+        same[some] = left_words == right.words(word, right_rows.take(some))
     if longest > LONG_KEY_BYTES:
         some = np.flatnonzero(same & (lengths > LONG_KEY_BYTES))
         found = pc.equal(
@@ -180,7 +180,12 @@ class _Entries(NamedTuple):
         """
         order, same = _runs(self.hashes, self.keys)
         last = order[np.append(~same, True)] if len(order) else order
-        return _Entries(self.hashes[last], self.keys.taken(last), self.offsets[last])
+        return _Entries(self.hashes.take(last), self.keys.taken(last), self.offsets.take(last))
+
+
+_NO_ENTRIES = _Entries(
+    np.zeros(0, np.uint64), _Keys.of(pa.array([], pa.binary())), np.zeros(0, np.int64)
+)
 
 
 class OffsetMap:
@@ -196,7 +201,7 @@ class OffsetMap:
         self._bytes_max = bytes_max
         self._hash_keys = hash_keys
         #: distinct keys in the order of their hashes
-        self._merged = _Entries(np.zeros(0, np.uint64), _Keys.of(_NO_KEYS), np.zeros(0, np.int64))
+        self._merged = _NO_ENTRIES
         self._blocks: list[_Entries] = []  #: the rows that were added since
         self._rows = 0  #: of the blocks
         self._held = 0
@@ -266,14 +271,13 @@ class OffsetMap:
         asked = _Keys.of(keys)
         hashes = self._hash_keys(asked.column)
         rows, _ = _order(hashes)  # in this order the binary search stays in the cache
-        at: I64 = np.searchsorted(entries.hashes, hashes[rows])
+        at: I64 = np.searchsorted(entries.hashes, hashes.take(rows))
         while len(rows):  # once, unless several keys of the map have one hash
-            inside = at < len(entries.hashes)
-            rows, at = rows[inside], at[inside]
-            candidates = entries.hashes[at] == hashes[rows]
-            rows, at = rows[candidates], at[candidates]
+            near = entries.hashes.take(at, mode="clip") == hashes.take(rows)
+            near &= at < len(entries.hashes)
+            rows, at = rows[near], at[near]
             same = _equal(entries.keys, at, asked, rows)
-            found[rows[same]] = entries.offsets[at[same]]
+            found[rows[same]] = entries.offsets.take(at[same])
             rows, at = rows[~same], at[~same] + 1
         return found
 
@@ -302,8 +306,7 @@ class OffsetMap:
             return np.isin(offsets, some, kind="sort")
         marks = np.zeros(span, bool)
         marks[some - base] = True
-        found: Bools = marks[offsets - base]
-        return found
+        return marks.take(offsets - base)
 
     def _merge(self) -> None:
         if not self._blocks:
@@ -314,7 +317,8 @@ class OffsetMap:
             _Keys.joined([part.keys for part in parts]),
             np.concatenate([part.offsets for part in parts]),
         )
-        self._blocks, self._rows = [], 0
+        del parts
+        self._blocks, self._rows, self._merged = [], 0, _NO_ENTRIES  # their memory is free
         self._merged = joined.distinct()
         self._held = self._merged.size
 
@@ -345,7 +349,7 @@ def _runs(hashes: U64, keys: _Keys) -> tuple[I64, Bools]:
         for word in range((keys.longest + 7) // 8):
             words = keys.words(word)
             for start in range(0, len(same), _CHUNK):
-                some = words[order[start : start + _CHUNK + 1]]
+                some = words.take(order[start : start + _CHUNK + 1])
                 equal[start : start + _CHUNK] &= some[1:] == some[:-1]
     else:
         equal = np.zeros(len(same), bool)
@@ -392,9 +396,6 @@ def key_bytes(keys: pa.Array) -> int:
 
 def _taken(keys: pa.Array, rows: I64) -> pa.Array:
     return keys.take(fixed_column(np.ascontiguousarray(rows, np.int64)))
-
-
-_NO_KEYS = pa.array([], pa.binary())
 
 
 # -- the hash --------------------------------------------------------------------------------------
