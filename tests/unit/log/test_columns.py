@@ -67,6 +67,39 @@ def test_rows_come_back(codec: str, count: int) -> None:
         )
 
 
+PLAIN = pa.record_batch({"key": [b"k", b"", b"key"], "value": [b"", b"v", b"w"]})
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [],
+        [PLAIN, PLAIN.slice(1)],
+        [PLAIN, sample(100), PLAIN],
+        [PLAIN.select(["value"]), sample(3)],
+        [PLAIN.select(["key"]), PLAIN],
+        [PLAIN.select(["value"])],
+    ],
+)
+def test_columns_of_several_batches(parts: list[pa.RecordBatch]) -> None:
+    """They are those of the decoded batches, one after the other."""
+    sealed = [b"".join(columns.encode(part, base_offset=7 * at)) for at, part in enumerate(parts)]
+    if parts:
+        sparse = parts[0].append_column("offset", pa.array([900 + 4 * n for n in range(3)]))
+        sealed.append(b"".join(columns.encode(sparse, keep_offsets=True, codec="lz4")))
+    headers = [batch.check(raw) for raw in sealed]
+    found = [
+        (header, columns.body_of(raw, header, 10**7))
+        for header, raw in zip(headers, sealed, strict=True)
+    ]
+    rows = [
+        row for raw in sealed for row in columns.decode(raw, decoded_bytes_max=10**7).to_pylist()
+    ]
+    assert columns.joined_offsets(found).tolist() == [row["offset"] for row in rows]
+    assert columns.joined_keys(found).to_pylist() == [row["key"] for row in rows]
+    assert columns.joined_tombstones(found).tolist() == [row["value"] is None for row in rows]
+
+
 @pytest.mark.parametrize(
     "array",
     [
