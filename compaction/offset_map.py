@@ -8,9 +8,9 @@ them.
 
 Blocks of rows are held as they come, and merged when they are many, when memory is short, and
 before the first look-up.  A merge sorts words that have the first bits of a key's hash and the
-number of its row; where these bits are equal, the keys are compared, eight bytes at a time.  Python
-runs per block, never per row; only keys longer than LONG_KEY_BYTES are hashed one by one, at a cost
-that follows their bytes.
+number of its row; where these bits are equal, the keys are compared, those of one length by words of
+eight bytes.  Python runs per block, never per row; only keys longer than LONG_KEY_BYTES are hashed
+one by one, at a cost that follows their bytes.
 
 Invariants
   M1  `latest(key)` is the largest offset that was added with exactly these bytes.
@@ -141,21 +141,10 @@ class _Keys:
         return found
 
 
-def _equal(left: _Keys, left_rows: I64, right: _Keys, right_rows: I64) -> Bools:
-    """Return which rows of `left` and `right` have the same bytes."""
-    lengths = left.lengths.take(left_rows)
-    same: Bools = lengths == right.lengths.take(right_rows)
-    longest = min(left.longest, right.longest)
-    for word in range((min(longest, LONG_KEY_BYTES) + 7) // 8):
-        some = np.flatnonzero(same & (lengths > 8 * word))
-        left_words = left.words(word, left_rows.take(some))
-        same[some] = left_words == right.words(word, right_rows.take(some))
-    if longest > LONG_KEY_BYTES:
-        some = np.flatnonzero(same & (lengths > LONG_KEY_BYTES))
-        found = pc.equal(
-            _taken(left.column, left_rows[some]), _taken(right.column, right_rows[some])
-        )
-        same[some] = found.to_numpy(zero_copy_only=False)
+def _equal(left: pa.Array, left_rows: I64, right: pa.Array, right_rows: I64) -> Bools:
+    """Return which rows of two columns of keys have the same bytes."""
+    found = pc.equal(_taken(left, left_rows), _taken(right, right_rows))
+    same: Bools = found.to_numpy(zero_copy_only=False)
     return same
 
 
@@ -268,15 +257,14 @@ class OffsetMap:
         found: I64 = np.full(len(keys), NONE, np.int64)
         if not len(keys) or not len(entries.hashes):
             return found
-        asked = _Keys.of(keys)
-        hashes = self._hash_keys(asked.column)
+        hashes = self._hash_keys(keys)
         rows, _ = _order(hashes)  # in this order the binary search stays in the cache
         at: I64 = np.searchsorted(entries.hashes, hashes.take(rows))
         while len(rows):  # once, unless several keys of the map have one hash
             near = entries.hashes.take(at, mode="clip") == hashes.take(rows)
             near &= at < len(entries.hashes)
             rows, at = rows[near], at[near]
-            same = _equal(entries.keys, at, asked, rows)
+            same = _equal(entries.keys.column, at, keys, rows)
             found[rows[same]] = entries.offsets.take(at[same])
             rows, at = rows[~same], at[~same] + 1
         return found
@@ -352,10 +340,10 @@ def _runs(hashes: U64, keys: _Keys) -> tuple[I64, Bools]:
                 some = words.take(order[start : start + _CHUNK + 1])
                 equal[start : start + _CHUNK] &= some[1:] == some[:-1]
     else:
-        equal = np.zeros(len(same), bool)
+        equal, column = np.zeros(len(same), bool), keys.column
         for start in range(0, len(same), _CHUNK):
             near = np.flatnonzero(same[start : start + _CHUNK]) + start
-            equal[near] = _equal(keys, order[near], keys, order[near + 1])
+            equal[near] = _equal(column, order[near], column, order[near + 1])
     if not np.array_equal(equal, same):
         _separate(hashes, keys, order, same, np.flatnonzero(equal != same))
     return order, same
