@@ -8,9 +8,9 @@ them.
 
 Blocks of rows are held as they come, and merged when they are many, when memory is short, and
 before the first look-up.  A merge sorts words that have the first bits of a key's hash and the
-number of its row; where these bits are equal, the keys are compared, those of one length by words of
-eight bytes.  Python runs per block, never per row; only keys longer than LONG_KEY_BYTES are hashed
-one by one, at a cost that follows their bytes.
+number of its row.  Where these bits are equal, the keys are compared; those of one length by words
+of eight bytes.  Python runs per block, never per row; only keys longer than LONG_KEY_BYTES are
+hashed one by one, at a cost that follows their bytes.
 
 Invariants
   M1  `latest(key)` is the largest offset that was added with exactly these bytes.
