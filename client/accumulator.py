@@ -15,6 +15,8 @@ Invariants
   I4  An accumulator with a record set is among the busy ones, or the loop is just looking at it.  A
       caller adds it after the record set is visible.  The loop removes it before it looks, and adds
       it again if a record set is left.  So a look costs nothing for topics without records.
+  I5  While records are refused, no accumulator has an open record set.  Every record then needs a
+      reservation, which raises the refusal.
 """
 
 from __future__ import annotations
@@ -32,12 +34,19 @@ import pyarrow as pa
 from pk import errors
 from pk.client.futures import SendFuture
 from pk.client.metadata import TopicMetadata
-from pk.client.partitioner import Sticky, all_exist, ordered_by_partition, place, place_few
+from pk.client.partitioner import (
+    Sticky,
+    all_exist,
+    grouped_by_partition,
+    ordered_by_partition,
+    place,
+    place_few,
+)
+from pk.client.record_arguments import check_size
 from pk.client.record_set import Headers, OnDelivery, RecordSet, RecordSlice
 from pk.client.rows import (
     COLUMN_OVERHEAD,
     I64,
-    RECORD_OVERHEAD,
     FewRows,
     batch_limit,
     cuts_by_size,
@@ -65,6 +74,7 @@ class BufferPool:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.used = 0
+        self.refusal: errors.PkError | None = None  #: no memory is reserved: records are refused
         self._space = Monitor()
 
     def _has(self, size: int) -> bool:
@@ -72,9 +82,11 @@ class BufferPool:
 
     def try_reserve(self, size: int) -> bool:
         """Reserve `size` bytes; False if they are not free.  A request above the limit needs an
-        empty pool.
+        empty pool.  Raises the refusal.
         """
         with self._space.lock:
+            if self.refusal is not None:
+                raise self.refusal
             if not self._has(size):
                 return False
             self.used += size
@@ -92,38 +104,16 @@ class BufferPool:
             self._space.notify_all()
 
 
-class BusyAccumulators:
-    """The accumulators of a producer that may hold records: the loop looks at no others (I4)."""
-
-    def __init__(self) -> None:
-        self._found: dict[int, RecordAccumulator] = {}  #: by the order in which they were made
-        self._made = 0
-
-    def register(self) -> int:
-        """Return the number of a new accumulator."""
-        self._made += 1
-        return self._made
-
-    def add(self, number: int, accumulator: RecordAccumulator) -> None:
-        """Add an accumulator, in any thread, after it got a record set."""
-        self._found[number] = accumulator
-
-    def numbers(self) -> list[int]:
-        """Return the numbers of all that were added, in the order in which they were made."""
-        return sorted(self._found)  # one step of the interpreter: other threads add
-
-    def take(self, number: int) -> RecordAccumulator | None:
-        """Remove an accumulator before a look at it; None = another look has taken it."""
-        return self._found.pop(number, None)
-
-
 class RecordAccumulator:
-    """The records of one topic that the loop has not taken yet."""
+    """The records of one topic that the loop has not taken yet.
+
+    busy: the producer's accumulators that may hold records, by number (I4).
+    """
 
     __slots__ = (
         "_busy", "_clock", "_linger_ms", "_monitor", "_number", "_pool", "_set_bytes", "_size_max",
-        "_sticky", "_sticky_lock", "batch_size", "closed", "lock", "open", "room", "sealed",
-        "tokens", "topic",
+        "_sticky", "_sticky_lock", "batch_size", "lock", "open", "room", "sealed", "tokens",
+        "topic",
     )  # fmt: skip
 
     def __init__(
@@ -134,11 +124,12 @@ class RecordAccumulator:
         pool: BufferPool,
         monitor: Monitor,
         clock: Clock,
-        busy: BusyAccumulators,
+        busy: dict[int, RecordAccumulator],
+        number: int,
     ) -> None:
         self.topic = topic
         self._busy = busy
-        self._number = busy.register()
+        self._number = number
         self.batch_size: int = options["batch_size"]
         self._size_max: int = min(options["max_request_size"], pool.limit)
         self._linger_ms: float = options["linger_ms"]
@@ -155,7 +146,6 @@ class RecordAccumulator:
         #: bytes that the open set may still take without a reservation; 0 without an open set
         self.room = 0
         self.sealed: deque[RecordSet] = deque()
-        self.closed: errors.PkError | None = None
 
     # -- a caller's thread -------------------------------------------------------------------------
 
@@ -171,11 +161,9 @@ class RecordAccumulator:
         size: int,
     ) -> SendFuture | None:
         """Accept a record of `size` bytes.  Returns None if memory is short; the open record set is
-        then sealed.  Raises the error that the accumulator was closed with.
+        then sealed.  Raises the error that records are refused with.
         """
         with self.lock:
-            if self.closed is not None:
-                raise self.closed
             if self.room < size and not self._grow(size):
                 self._seal(ready=True)
                 return None
@@ -215,7 +203,7 @@ class RecordAccumulator:
                 return False
         if self.open is None:
             self.open = self.new_set()
-            self._busy.add(self._number, self)
+            self._busy[self._number] = self
         self.open.granted += grant
         self.room += grant
         return True
@@ -227,16 +215,15 @@ class RecordAccumulator:
     def append_set(self, records: RecordSet) -> bool:
         """Append the records of a `send_batch` behind all records sent before.
 
-        Returns False if memory is short."""
+        Returns False if memory is short.  Raises the error that records are refused with.
+        """
         with self.lock:
-            if self.closed is not None:
-                raise self.closed
             self._seal()
             if not self._pool.try_reserve(records.size):
                 return False
             records.ready_ms = int(records.opened_ms + self._linger_ms)
             self.sealed.append(records)
-            self._busy.add(self._number, self)
+            self._busy[self._number] = self
             return True
 
     def _seal(self, *, ready: bool = False) -> None:
@@ -265,16 +252,10 @@ class RecordAccumulator:
                 if self.open is records:  # otherwise another thread has filled and sealed it
                     self._seal(ready=ready)
 
-    def close(self, error: errors.PkError) -> None:
-        """Refuse all further records with `error`."""
+    def close(self) -> None:
+        """Close the open record set: the next record needs a reservation (I5)."""
         with self.lock:
-            self.closed = error
             self._seal()
-
-    def reopen(self) -> None:
-        """Accept records again, unless an error concerns the whole producer."""
-        with self.lock:
-            self.closed = None
 
     def split_few(
         self, records: RecordSet, topic: TopicMetadata, available: Callable[[], Sequence[int]]
@@ -333,18 +314,15 @@ class RecordAccumulator:
         if not keyless:
             with self._sticky_lock:
                 placed = place(rows, chosen, topic.partitions, self._sticky, available, whole)
-        if not isinstance(placed, int) and len(placed) == 1:
-            placed = int(placed[0])
         if row_sizes is None and isinstance(placed, int):  # one batch: nothing to cut
             slices = [RecordSlice(records, placed, 0, rows.num_rows, rows, whole)]
         else:
             slices = _cut(
                 records, rows, sizes(rows) if row_sizes is None else row_sizes, placed, limit
             )
-        records.size = sum(each.size for each in slices)
-        if reserved:  # the slices must release exactly the bytes that were reserved
-            slices[-1].size += reserved - records.size
-            records.size = reserved
+        counted = sum(each.size for each in slices)
+        records.size = reserved or counted
+        slices[-1].size += records.size - counted  # they release exactly what was reserved
         for each in slices if keyless else ():
             with self._sticky_lock:
                 single = topic.partitions == 1
@@ -359,17 +337,9 @@ def _sorted_few(
     placed: Sequence[int],
 ) -> list[RecordSlice]:
     """Sort rows by partition, stable within a partition; note their new order."""
-    groups: dict[int, list[int]] = {}
-    for index, partition in enumerate(placed):
-        found = groups.get(partition)
-        if found is None:
-            groups[partition] = [index]
-        else:
-            found.append(index)
     slices, left = [], records.size
     order: list[int] = []
-    for partition in sorted(groups):
-        rows = groups[partition]
+    for partition, rows in grouped_by_partition(placed):
         mine = [values[index] for index in rows]
         my_keys = None if keys is None else [keys[index] for index in rows]
         size = sum([len(each) for each in mine if each]) + 2 * COLUMN_OVERHEAD * len(rows)
@@ -378,9 +348,8 @@ def _sorted_few(
         slices.append(RecordSlice(records, partition, len(order), len(rows), few, size))
         left -= size
         order += rows
-    slices[-1].size += left  # the slices must release exactly the bytes that were reserved
-    records.order, records.inverse = np.array(order, np.int64), np.empty(len(order), np.int64)
-    records.inverse[records.order] = np.arange(len(order))
+    slices[-1].size += left  # they release exactly what was reserved
+    records.sort(np.array(order, np.int64))
     return slices
 
 
@@ -395,8 +364,7 @@ def _cut(
     rows, order, runs = ordered_by_partition(rows, placed)
     if order is not None:
         row_sizes = row_sizes[order]
-        records.order, records.inverse = order, np.empty(len(order), np.int64)
-        records.inverse[order] = np.arange(len(order))
+        records.sort(order)
     slices = []
     for partition, first, end in runs:
         cuts = [first + cut for cut in cuts_by_size(row_sizes[first:end], limit)]
@@ -404,43 +372,3 @@ def _cut(
             part, size = rows.slice(start, stop - start), int(row_sizes[start:stop].sum())
             slices.append(RecordSlice(records, partition, start, stop - start, part, size))
     return slices
-
-
-def check_size(topic: str, size: int, size_max: int) -> None:
-    """Raise `RecordTooLarge` if a record of `size` bytes exceeds the producer's `size_max`."""
-    if size > size_max:
-        raise errors.RecordTooLarge(
-            f"{topic}: a record of {size} bytes; max_request_size and buffer_memory "
-            f"allow {size_max}"
-        )
-
-
-def record_size(value: Any, key: Any, headers: Headers | None, topic: str) -> int:
-    """Return how many bytes of buffer_memory a record uses.
-
-    Raises `SerializationError` unless all its parts are bytes or None.
-    """
-    size = RECORD_OVERHEAD
-    for name, item in (("value", value), ("key", key)):
-        if item is None:
-            continue
-        if not isinstance(item, bytes):
-            raise errors.SerializationError(
-                f"{topic}: {name} is {type(item).__name__}, not bytes; give {name}_serializer",
-                field=name,
-            )
-        size += len(item)
-    for header in headers or ():
-        try:
-            name, content = header
-            # as long as in the column: `sizes` distributes the sum
-            size += RECORD_OVERHEAD + len(name.encode()) + len(content or b"")
-            bad = not isinstance(name, str) or not (content is None or isinstance(content, bytes))
-        except (AttributeError, TypeError, ValueError):  # no pair, or no text that UTF-8 can encode
-            bad = True
-        if bad:
-            raise errors.SerializationError(
-                f"{topic}: a header is a pair (text, bytes or None), not {header!r}",
-                field="headers",
-            )
-    return size

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from pk import errors
-from pk.client.rows import binary_column
+from pk.log.columns import binary_column
 from pk.log.encoding import FEW, fixed_column, offsets_of
 from pk.types import NONE
 
@@ -234,7 +234,7 @@ def place(
         spread = partitions_of(keys, partitions, stuck)
     if explicit is not None:
         spread = np.where(explicit == NONE, spread, explicit).astype(np.int32)
-    return spread
+    return int(spread[0]) if len(spread) == 1 else spread
 
 
 def all_exist(explicit: Mapping[int, int], partitions: int) -> bool:
@@ -275,6 +275,20 @@ def place_few(
     if explicit:
         spread = [explicit.get(index, number) for index, number in enumerate(spread)]
     return spread[0] if spread.count(spread[0]) == count else spread
+
+
+def grouped_by_partition(chosen: Sequence[int]) -> list[tuple[int, list[int]]]:
+    """Return what `ordered_by_partition` does, for a few records: each partition, and the original
+    indices of its records.
+    """
+    groups: dict[int, list[int]] = {}
+    for index, partition in enumerate(chosen):
+        found = groups.get(partition)
+        if found is None:
+            groups[partition] = [index]
+        else:
+            found.append(index)
+    return sorted(groups.items())
 
 
 def ordered_by_partition(

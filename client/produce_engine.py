@@ -30,7 +30,6 @@ from pk.client.accumulator import (
     FULL_SHARE,
     OPEN_MS,
     BufferPool,
-    BusyAccumulators,
     RecordAccumulator,
 )
 from pk.client.endings import given_up
@@ -42,7 +41,6 @@ from pk.client.record_set import RecordSet, resolve
 from pk.client.rows import batch_limit
 from pk.client.sender import Sender
 from pk.client.sender_events import (
-    Append,
     BeginTransaction,
     ConnectionLost,
     FailTransaction,
@@ -55,6 +53,7 @@ from pk.client.sender_events import (
 from pk.client.waiting import Monitor
 from pk.effects import Effect, Publish, Respond, Send, SetTimer
 from pk.log.storage import Buffer
+from pk.machine_timers import MachineTimers
 from pk.tasks import TaskRegistry
 from pk.types import NONE, PartitionKey
 from pk.wire import frames
@@ -93,11 +92,11 @@ class ProduceEngine:
         self.counts = ProducedCounts()
         self.monitor = Monitor()  #: notified when a record's outcome is known
         self.accumulators: dict[str, RecordAccumulator] = {}
-        self._busy = BusyAccumulators()
+        #: those that may hold records, by their number in `accumulators` (client/accumulator I4)
+        self._busy: dict[int, RecordAccumulator] = {}
         self.fatal: errors.PkError | None = None
         #: called after each step of the machine that may change the state of a transaction
         self.on_step: Callable[[], None] | None = None
-        self._refusal: errors.PkError | None = None  #: records are refused with it (E5)
         self._discarding: errors.PkError | None = None  #: accepted records fail with it
         self._open_ms = min(OPEN_MS, float(options["linger_ms"]))
         self._topic_wait_ms = min(options["max_block_ms"], options["delivery_timeout_ms"])
@@ -105,15 +104,10 @@ class ProduceEngine:
         self.sender = Sender(options, cluster.metadata, world.rng)
         self._outstanding: dict[int, RecordSet] = {}  #: record sets handed to the sender, by `id`
         self._streams: dict[int, ProduceConnection] = {}
-        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._timers = MachineTimers(world.clock)
         self.tasks = TaskRegistry()
         self._closed = False
         cluster.on_change.append(self._on_metadata)
-
-    @property
-    def identity(self) -> tuple[int, int]:
-        """Return the producer id and epoch that were granted last; safe in any thread."""
-        return self.sender.granted
 
     # -- what the façade calls, on the loop --------------------------------------------------------
 
@@ -133,10 +127,9 @@ class ProduceEngine:
             size = self.options["batch_size"]
             sticky = Sticky(size - size // FULL_SHARE, self.world.rng)
             found = self.accumulators[topic] = RecordAccumulator(
-                topic, self.options, sticky, self.pool, self.monitor, self.world.clock, self._busy
-            )
-            if self._refusal is not None:
-                found.close(self._refusal)
+                topic, self.options, sticky, self.pool, self.monitor, self.world.clock,
+                self._busy, len(self.accumulators),
+            )  # fmt: skip
         return found
 
     def poke(self, *, flush: bool = False) -> None:
@@ -146,8 +139,8 @@ class ProduceEngine:
         """
         now_ms = self.world.clock.monotonic_ms()
         opened_ms: list[int] = []
-        for number in self._busy.numbers():
-            accumulator = self._busy.take(number)
+        for number in sorted(self._busy):  # one step of the interpreter: other threads add
+            accumulator = self._busy.pop(number, None)
             if accumulator is None:  # a step of the machine within this loop has poked, too
                 continue
             accumulator.seal(int(now_ms - self._open_ms), ready=flush)
@@ -155,10 +148,10 @@ class ProduceEngine:
             if (records := accumulator.open) is not None:
                 opened_ms.append(records.opened_ms)
             if records is not None or accumulator.sealed:
-                self._busy.add(number, accumulator)
+                self._busy[number] = accumulator
         self.step(Wakeup(flush))
         if opened_ms:
-            self._set_timer("open", min(opened_ms) + self._open_ms, self.poke)
+            self._timers.set("open", min(opened_ms) + self._open_ms, self.poke)
 
     def begin_flush(self) -> list[RecordSet]:
         """Send everything now; returns the record sets whose outcomes the flush must wait for."""
@@ -179,17 +172,15 @@ class ProduceEngine:
 
     def begin_transaction(self, producer_id: int, epoch: int) -> None:
         """Accept records again; they are sent under this pair, from sequence 0 on (X1)."""
-        self._discarding = self._refusal = None
+        self._discarding = None
         self.step(BeginTransaction(producer_id, epoch))
-        for accumulator in self.accumulators.values():
-            accumulator.reopen()
+        self.pool.refusal = None
 
     def refuse(self, error: errors.PkError | None) -> None:
         """Refuse records with `error` until the next transaction begins."""
-        self._refusal = error
+        self.pool.refusal = error
         for accumulator in self.accumulators.values():
-            if error is not None:
-                accumulator.close(error)
+            accumulator.close()
 
     def discard(self, error: errors.PkError) -> None:
         """Refuse records, and fail those accepted, unless a broker may have got them."""
@@ -204,8 +195,7 @@ class ProduceEngine:
             return
         self.step(ForceClose(errors.ClosedError("the producer was closed")))
         self._closed = True
-        for timer in self._timers.values():
-            timer.cancel()
+        self._timers.close()
         for stream in self._streams.values():
             stream.reset()
         await self.tasks.close()
@@ -229,7 +219,7 @@ class ProduceEngine:
             if topic is None and lacks and until_ms > now_ms and self._discarding is None:
                 if "topic" not in self._timers:
                     self.cluster.want_metadata()
-                    self._set_timer(
+                    self._timers.set(
                         "topic", min(until_ms, now_ms + LOOK_AGAIN_MS), self._look_again
                     )
                 return
@@ -239,11 +229,10 @@ class ProduceEngine:
                     raise self._discarding
                 if topic is None:
                     raise given_up(problem) if lacks else problem
-                available = partial(metadata.available, topic)
-                few = records.slices is None and accumulator.split_few(records, topic, available)
-                if records.slices is None and not few:
-                    rows, chosen = records.columns()
-                    accumulator.split(records, rows, chosen, topic, available())
+                if records.slices is None:  # `send_batch` has split its records already
+                    available = partial(metadata.available, topic)
+                    if not accumulator.split_few(records, topic, available):
+                        accumulator.split(records, *records.columns(), topic, available())
             except Exception as cause:
                 typed = cause if isinstance(cause, errors.PkError) else None
                 self._fail(records, typed or errors.InternalError(repr(cause)))
@@ -252,9 +241,9 @@ class ProduceEngine:
             batch_size = batch_limit(accumulator.batch_size, topic.configs)
             if self._closed:
                 return
-            for each in records.slices or ():  # a slice has no effects before the next event
+            for each in records.slices or ():
                 key = PartitionKey(topic.topic_id, each.partition)
-                self.sender.step(Append(key, each, batch_size), now_ms)
+                self.sender.append(key, each, batch_size)
 
     def _fail(self, records: RecordSet, error: errors.PkError) -> None:
         """Fail records that were not handed to the machine."""
@@ -270,7 +259,7 @@ class ProduceEngine:
 
     def _look_again(self) -> None:
         """Hand over, or fail, the records that waited for their topic (E4)."""
-        self._set_timer("topic", None, self.poke)
+        self._timers.set("topic", None, self.poke)
         self.poke()
 
     # -- the machine -------------------------------------------------------------------------------
@@ -288,19 +277,19 @@ class ProduceEngine:
         if released:
             self.pool.release(released)
         if self.sender.fatal is not None and self.fatal is None:
-            self.fatal = error = self.sender.fatal
+            self.fatal = self.sender.fatal
+            self.refuse(self.fatal)
             for accumulator in self.accumulators.values():
-                accumulator.close(error)
                 while accumulator.sealed:
-                    self._fail(accumulator.sealed.popleft(), error)
-        if self.on_step is not None and not isinstance(event, Append):
+                    self._fail(accumulator.sealed.popleft(), self.fatal)
+        if self.on_step is not None:
             self.on_step()
 
     def _perform(self, effect: Effect) -> None:
         if isinstance(effect, Send):
             self._stream(effect.peer).put(effect.message)
         elif isinstance(effect, SetTimer):
-            self._set_timer("sender", effect.at_ms, lambda: self.step(Wakeup()))
+            self._timers.set("sender", effect.at_ms, lambda: self.step(Wakeup()))
         elif isinstance(effect, Publish):
             if effect.name == "metadata":
                 self.cluster.want_metadata()
@@ -318,16 +307,6 @@ class ProduceEngine:
             if each.records.done:
                 self._outstanding.pop(id(each.records), None)
         return batch.size
-
-    def metrics(self) -> dict[str, int]:
-        """Return the numbers of `Producer.metrics`.  Safe in any thread."""
-        return {
-            "records_acknowledged_total": self.counts.records,
-            "batches_acknowledged_total": self.counts.batches,
-            "records_failed_total": self.counts.failed,
-            "buffer_used_bytes": self.pool.used,
-            "requests_in_flight": self.sender.requests_in_flight,
-        }
 
     async def _init_producer_id(self) -> None:
         request = wire.InitProducerIdRequest(producer_id=NONE, producer_epoch=NONE)
@@ -347,7 +326,7 @@ class ProduceEngine:
             self.step(ProducerIdGranted(reply.producer_id, reply.producer_epoch))
             return
 
-    # -- streams, tasks, timers --------------------------------------------------------------------
+    # -- streams -----------------------------------------------------------------------------------
 
     def _stream(self, node: int) -> ProduceConnection:
         found = self._streams.get(node)
@@ -356,19 +335,6 @@ class ProduceEngine:
                 self.cluster, self.options, self.compute, self.tasks, self.step, node
             )
         return found
-
-    def _set_timer(self, name: str, at_ms: float | None, call: Callable[[], None]) -> None:
-        """Call a function at `at_ms`; None cancels the timer."""
-
-        def fire() -> None:
-            del self._timers[name]
-            call()
-
-        if (timer := self._timers.pop(name, None)) is not None:
-            timer.cancel()
-        if at_ms is not None:
-            wait_s = max(0.0, at_ms - self.world.clock.monotonic_ms()) / 1000
-            self._timers[name] = asyncio.get_running_loop().call_later(wait_s, fire)
 
 
 class ProduceConnection:

@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from pk import errors
 from pk.client import arguments, connection
-from pk.client.accumulator import RecordAccumulator, check_size, record_size
+from pk.client.accumulator import RecordAccumulator
 from pk.client.endings import no_partition
 from pk.client.futures import BatchFuture, SendFuture
 from pk.client.metadata import TopicMetadata
@@ -30,8 +30,14 @@ from pk.client.option_types import ProducerOptions
 from pk.client.options import bootstrap_of, network_options, producer_options
 from pk.client.produce_engine import ProduceEngine
 from pk.client.producer_transactions import ProducerTransactions
+from pk.client.record_arguments import (
+    check_size,
+    header_list,
+    normalise,
+    record_batch,
+    record_size,
+)
 from pk.client.record_set import Headers, OnDelivery, RecordSet
-from pk.client.rows import normalise
 from pk.client.serializers import serializer
 from pk.client.transaction_engine import TransactionEngine
 from pk.clock import monotonic_s
@@ -177,10 +183,7 @@ class Producer(ProducerTransactions):
             key = self._key_serializer(topic, key)
         if self._value_serializer is not None:
             value = self._value_serializer(topic, value)
-        if isinstance(headers, Mapping):
-            headers = list(headers.items())
-        elif headers is not None and type(headers) is not list:
-            headers = arguments.items(headers, "headers", "pairs (text, bytes or None)")
+        headers = header_list(headers)
         size = record_size(value, key, headers, topic)
         check_size(topic, size, self._size_max)
         if timestamp_ms is not None:
@@ -266,13 +269,8 @@ class Producer(ProducerTransactions):
         self._check_send()
         if type(topic) is not str:  # the topic may be unhashable
             topic = arguments.topic(topic)
-        if isinstance(batch, pa.Table):
-            raise errors.SerializationError(
-                "send_batch takes a pa.RecordBatch: send table.to_batches() one by one"
-            )
-        if not isinstance(batch, pa.RecordBatch):
-            raise TypeError(f"batch must be a pa.RecordBatch, not {arguments.shown(batch)}")
-        if self._value_serializer is not None or self._key_serializer is not None:
+        batch = record_batch(batch)
+        if not self._takes_bytes:
             raise errors.InvalidRequest(
                 "send_batch takes bytes columns; this producer has serializers"
             )
@@ -300,7 +298,8 @@ class Producer(ProducerTransactions):
         records_acknowledged_total, batches_acknowledged_total, records_failed_total;
         buffer_used_bytes of buffer_memory; requests_in_flight.
         """
-        return self._engine.metrics()
+        engine = self._engine
+        return engine.counts.metrics(engine.pool.used, engine.sender.requests_in_flight)
 
     def partitions_for(self, topic: str, timeout_s: float | None = None) -> int:
         """How many partitions a topic has.
@@ -324,7 +323,7 @@ class Producer(ProducerTransactions):
         A partition that closes a gap continues in a later epoch of its own (KIP-360).  With a
         transactional id, they are those of the last transaction that began.
         """
-        return self._engine.identity
+        return self._engine.sender.granted
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Wait until everything sent so far has an outcome, and its callbacks have returned.

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from pk import errors, limits
-from pk.backoff import Backoff
+from pk.backoff import Retry
 from pk.client.accumulator import FULL_SHARE
 from pk.client.metadata import LeaderAndEpoch
 from pk.client.record_set import RecordSlice
@@ -164,20 +164,6 @@ class PartitionResponse:
     base_offset: int = NONE
     append_time_ms: int = NONE
     log_start: int = NONE
-
-
-class Retry(Backoff):
-    """When requests to a partition or a broker may be retried."""
-
-    at_ms = 0
-
-    def postpone(self, now_ms: int) -> None:
-        """Count a failed attempt and back off."""
-        self.at_ms = now_ms + int(self.next_ms())
-
-    def reset(self) -> None:
-        super().reset()
-        self.at_ms = 0
 
 
 @dataclass(slots=True, eq=False)

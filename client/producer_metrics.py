@@ -23,3 +23,13 @@ class ProducedCounts:
             return
         self.batches += 1
         self.records += records
+
+    def metrics(self, buffer_used: int, requests_in_flight: int) -> dict[str, int]:
+        """Return the numbers of `Producer.metrics`."""
+        return {
+            "records_acknowledged_total": self.records,
+            "batches_acknowledged_total": self.batches,
+            "records_failed_total": self.failed,
+            "buffer_used_bytes": buffer_used,
+            "requests_in_flight": requests_in_flight,
+        }

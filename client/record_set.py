@@ -28,9 +28,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from pk import errors
-from pk.client.rows import binary_column, rows_of
+from pk.client.rows import rows_of
 from pk.client.waiting import Monitor
-from pk.log.columns import HEADER_TYPE, null_headers
+from pk.log.columns import HEADER_TYPE, binary_column, null_headers
 from pk.types import NONE, BatchMetadata, RecordMetadata, TopicPartition
 
 _log = logging.getLogger("pk.client")
@@ -126,6 +126,11 @@ class RecordSet:
     def plain(self, count_max: int) -> bool:
         """Return whether these are at most so many records, all without headers or create times."""
         return len(self.values) <= count_max and not self.headers and not self.create_times_given
+
+    def sort(self, order: I64) -> None:
+        """Note how the records are sorted by partition: position → record index."""
+        self.order, self.inverse = order, np.empty(len(order), np.int64)
+        self.inverse[order] = np.arange(len(order))
 
     def split(self, slices: list[RecordSlice]) -> None:
         self.unresolved = len(slices)

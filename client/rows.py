@@ -7,7 +7,7 @@ Invariants
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -15,12 +15,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pk import errors, limits
+from pk import limits
 from pk.log import columns
-from pk.log.batch import TIMESTAMP_MS_MAX
-from pk.log.columns import HEADER_TYPE
-from pk.log.encoding import FEW, few_offsets, fixed_column, numbers, offsets_of
-from pk.types import NONE
+from pk.log.columns import HEADER_TYPE, binary_column
+from pk.log.encoding import fixed_column, numbers, offsets_of
 
 I64 = npt.NDArray[np.int64]
 
@@ -28,14 +26,9 @@ I64 = npt.NDArray[np.int64]
 RECORD_OVERHEAD = 16
 #: Bytes that a row of a column counts for besides its data: a length.
 COLUMN_OVERHEAD = 4
-_BINARY = pa.binary()
-_BYTES = (
-    _BINARY, pa.large_binary(), pa.binary_view(), pa.string(), pa.large_string(), pa.string_view(),
-    pa.null(),
-)  # fmt: skip
 _OFFSET = struct.Struct("<i")
 #: Columns of rows; `timestamp` exists only if the create times differ.
-ROWS = pa.schema([("key", _BINARY), ("value", _BINARY), ("headers", HEADER_TYPE)])
+ROWS = pa.schema([("key", pa.binary()), ("value", pa.binary()), ("headers", HEADER_TYPE)])
 _STAMPED = ROWS.append(pa.field("timestamp", pa.int64()))
 
 
@@ -55,110 +48,12 @@ class FewRows(NamedTuple):
         return rows_of(key, value, columns.null_headers(count), None)
 
 
-def binary_column(items: Sequence[bytes | None] | None, count: int) -> pa.Array:
-    """Build a `binary` column from Python bytes.
-
-    It avoids the first call of `pa.array`, which imports pandas if that is installed: 0.3 s on the
-    thread that sends.  Items that are None need `pa.array`.
-    """
-    if items is None:
-        return columns.nulls(count)
-    try:
-        data = b"".join(items)  # type: ignore[arg-type]
-    except TypeError:
-        return pa.array(items, _BINARY)
-    lengths = list(map(len, items))  # type: ignore[arg-type]
-    if count <= FEW:
-        buffers = [None, few_offsets(lengths), pa.py_buffer(data)]
-        return pa.Array.from_buffers(_BINARY, count, buffers, 0)
-    first = lengths[0]
-    offsets = np.zeros(count + 1, np.int32)
-    if lengths.count(first) == count:  # then numpy need not convert the list
-        offsets[1:] = first
-    else:
-        offsets[1:] = lengths
-    np.cumsum(offsets, out=offsets)
-    return pa.Array.from_buffers(
-        _BINARY, count, [None, pa.py_buffer(offsets), pa.py_buffer(data)], 0
-    )
-
-
 def rows_of(
     key: pa.Array, value: pa.Array, headers: pa.Array, stamps: I64 | None
 ) -> pa.RecordBatch:
     if stamps is None:
         return pa.RecordBatch.from_arrays([key, value, headers], schema=ROWS)
     return pa.RecordBatch.from_arrays([key, value, headers, fixed_column(stamps)], schema=_STAMPED)
-
-
-def normalise(
-    batch: pa.RecordBatch, now_ms: int
-) -> tuple[pa.RecordBatch, npt.NDArray[np.int32] | None]:
-    """Return a caller's columns as rows, and the partitions that it chose (NONE = no choice).
-
-    Raises `SerializationError`, `InvalidPartitions`.
-    """
-    names = batch.schema.names
-    unknown = [n for n in names if n not in ("key", "value", "timestamp", "headers", "partition")]
-    if unknown or len(set(names)) != len(names):
-        raise errors.SerializationError(
-            "send_batch takes the columns value, key, timestamp, headers, partition once each, not "
-            f"{', '.join(names)}"
-        )
-    count = batch.num_rows
-
-    def column(name: str, kind: pa.DataType) -> pa.Array:
-        if name not in names:
-            return columns.null_headers(count) if name == "headers" else columns.nulls(count)
-        found = batch.column(name)
-        if isinstance(found, pa.DictionaryArray):
-            found = found.dictionary_decode()
-        if found.type == kind:
-            return found
-        try:
-            bytes_like = found.type in _BYTES or pa.types.is_fixed_size_binary(found.type)
-            if kind == _BINARY and not bytes_like:
-                raise pa.ArrowInvalid("not bytes or text")
-            return found.cast(kind)
-        except pa.ArrowException as cause:
-            raise errors.SerializationError(
-                f"column {name} holds {found.type}, which is not {kind}: {cause}", column=name
-            ) from cause
-
-    stamps = _stamps(batch.column("timestamp"), now_ms) if "timestamp" in names else None
-    rows = rows_of(
-        column("key", _BINARY), column("value", _BINARY), column("headers", HEADER_TYPE), stamps
-    )
-    if "partition" not in names:
-        return rows, None
-    partition = column("partition", pa.int32())
-    chosen = numbers(partition.fill_null(NONE)).astype(np.int32, copy=False)
-    if chosen.min() < NONE or (chosen.min() < 0 and not partition.null_count):
-        raise errors.InvalidPartitions(f"partition {int(chosen.min())} does not exist")
-    return rows, chosen
-
-
-def _stamps(column: pa.Array, now_ms: int) -> I64:
-    kind = column.type
-    try:
-        if pa.types.is_timestamp(kind):
-            column = column.cast(pa.timestamp("ms", kind.tz), safe=False).view(pa.int64())
-        elif pa.types.is_integer(kind) or pa.types.is_null(kind):
-            column = column.cast(pa.int64())
-        else:
-            raise pa.ArrowInvalid("neither int64 milliseconds nor a timestamp")
-    except pa.ArrowException as cause:
-        raise errors.SerializationError(
-            f"column timestamp holds {kind}: {cause}", column="timestamp"
-        ) from cause
-    if column.null_count:
-        column = pc.fill_null(column, now_ms)
-    stamps: I64 = numbers(column)
-    if int(stamps.min()) < 0 or int(stamps.max()) > TIMESTAMP_MS_MAX:
-        raise errors.SerializationError(
-            "column timestamp: a value is out of range", column="timestamp"
-        )
-    return stamps
 
 
 def size_of(rows: pa.RecordBatch) -> int | None:

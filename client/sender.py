@@ -43,7 +43,7 @@ from functools import partial
 from typing import Any
 
 from pk import errors, limits
-from pk.backoff import client_jitter, exponential_ms
+from pk.backoff import Retry, client_jitter, exponential_ms
 from pk.client.endings import NOT_STORED, OUT_OF_SIGHT, STALE, perhaps_stored, refused_batch
 from pk.client.metadata import LeaderAndEpoch, Metadata
 from pk.client.producer_batch import (
@@ -52,10 +52,9 @@ from pk.client.producer_batch import (
     PartitionBatches,
     PartitionResponse,
     ProducerBatch,
-    Retry,
 )
+from pk.client.record_set import RecordSlice
 from pk.client.sender_events import (
-    Append,
     BeginTransaction,
     ConnectionLost,
     FailTransaction,
@@ -114,10 +113,9 @@ class Sender:
         self._effects: list[Effect] = []
         self._timer: int | None = None
         self._steps: dict[type, Callable[..., None]] = {
-            Append: self._on_append, ProduceResponse: self._on_response,
-            ConnectionLost: self._on_lost, ProducerIdGranted: self._on_producer_id,
-            ForceClose: self._on_close, Wakeup: self._on_wakeup,
-            BeginTransaction: self._on_begin, FailTransaction: self._on_fail,
+            ProduceResponse: self._on_response, ConnectionLost: self._on_lost,
+            ProducerIdGranted: self._on_producer_id, BeginTransaction: self._on_begin,
+            FailTransaction: self._on_fail, ForceClose: self._on_close, Wakeup: self._on_wakeup,
         }  # fmt: skip
 
     @property
@@ -128,25 +126,27 @@ class Sender:
         """Handle `event`; returns the effects that the shell performs in order."""
         self._effects = []
         self._steps[type(event)](event, now_ms)
-        # slices come in bursts, and each burst ends with a Wakeup
-        if not isinstance(event, Append):
-            if self._timer is not None and self._timer <= now_ms:
-                self._timer = None
-                self._expire(now_ms)  # the timer covers every deadline
-            self._pump(now_ms)
+        if self._timer is not None and self._timer <= now_ms:
+            self._timer = None
+            self._expire(now_ms)  # the timer covers every deadline
+        self._pump(now_ms)
         return self._effects
 
-    # -- events ------------------------------------------------------------------------------------
+    def append(self, key: PartitionKey, records: RecordSlice, batch_size: int) -> None:
+        """Take a slice for a partition whose batches have at most `batch_size` bytes.
 
-    def _on_append(self, event: Append, now_ms: int) -> None:
+        It is sent by a later step: slices come in bursts, and each burst ends with a Wakeup.
+        """
         assert self.fatal is None
-        found = self._active.get(event.key)
+        found = self._active.get(key)
         if found is None:
-            found = self._idle.pop(event.key, None) or PartitionBatches(
-                event.records.records.topic, event.key, self._new_retry()
+            found = self._idle.pop(key, None) or PartitionBatches(
+                records.records.topic, key, self._new_retry()
             )
-            self._active[event.key] = found
-        found.add(event.records, event.batch_size)
+            self._active[key] = found
+        found.add(records, batch_size)
+
+    # -- events ------------------------------------------------------------------------------------
 
     def _on_wakeup(self, event: Wakeup, now_ms: int) -> None:
         self._flushing = self._flushing or event.flush

@@ -7,17 +7,6 @@ from dataclasses import dataclass
 
 from pk import errors
 from pk.client.producer_batch import PartitionResponse
-from pk.client.record_set import RecordSlice
-from pk.types import PartitionKey
-
-
-@dataclass(slots=True)
-class Append:
-    """A slice for a partition whose batches have at most `batch_size` bytes."""
-
-    key: PartitionKey
-    records: RecordSlice
-    batch_size: int
 
 
 @dataclass(slots=True)
@@ -75,8 +64,7 @@ class Wakeup:
 
 
 SenderEvent = (
-    Append
-    | ProduceResponse
+    ProduceResponse
     | ConnectionLost
     | ProducerIdGranted
     | BeginTransaction

@@ -41,8 +41,7 @@ from typing import Any, NamedTuple
 from google.protobuf.message import Message
 
 from pk import errors
-from pk.backoff import client_jitter
-from pk.client.producer_batch import Retry
+from pk.backoff import Retry, client_jitter
 from pk.effects import Effect, Publish, Respond, Send, SetTimer
 from pk.transactional_ids import is_transactional
 from pk.types import NONE

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from pk import errors
-from pk.client.accumulator import RecordAccumulator, record_size
+from pk.client.accumulator import RecordAccumulator
 from pk.client.fetch_engine import FetchEngine
 from pk.client.fetcher_events import Seek
 from pk.client.options import consumer_options, producer_options
 from pk.client.produce_engine import ProduceEngine
+from pk.client.record_arguments import record_size
 from pk.client.record_set import OnDelivery
 from pk.sim.checkers import Violation
 from pk.sim.compaction_checkers import check_rows

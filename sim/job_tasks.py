@@ -7,10 +7,10 @@ import random
 from typing import NamedTuple
 
 from pk import errors
-from pk.client.accumulator import record_size
 from pk.client.options import producer_options
 from pk.client.participant import BatchOfRun, ParticipantEngine
 from pk.client.produce_engine import ProduceEngine
+from pk.client.record_arguments import record_size
 from pk.sim.job_history import Attempt, JobHistory, JobRow, PlannedBatch
 from pk.sim.oracle import digest_of
 from pk.sim.transaction_history import TransactionRecord

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 from pk import errors
-from pk.client.accumulator import record_size
 from pk.client.fetch_engine import FetchEngine
 from pk.client.fetcher_events import Seek
 from pk.client.offsets import EARLIEST
 from pk.client.options import consumer_options, producer_options
 from pk.client.produce_engine import ProduceEngine
+from pk.client.record_arguments import record_size
 from pk.client.record_set import OnDelivery
 from pk.sim.checkers import ReadRow, Violation
 from pk.sim.oracle import RecordId, digest_of, value_of

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from pk import errors
-from pk.client.accumulator import record_size
 from pk.client.fetch_engine import FetchEngine
 from pk.client.fetcher_events import Seek
 from pk.client.offsets import EARLIEST
 from pk.client.options import consumer_options, producer_options
 from pk.client.produce_engine import ProduceEngine
+from pk.client.record_arguments import record_size
 from pk.client.transaction_engine import TransactionEngine
 from pk.client.transaction_manager import TransactionCall
 from pk.sim.checkers import Violation

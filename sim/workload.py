@@ -14,10 +14,11 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from pk import errors
-from pk.client.accumulator import RecordAccumulator, record_size
+from pk.client.accumulator import RecordAccumulator
 from pk.client.network_client import NetworkClient
 from pk.client.options import producer_options
 from pk.client.produce_engine import ProduceEngine
+from pk.client.record_arguments import record_size
 from pk.client.record_set import OnDelivery
 from pk.sim.options import BROKER, NEWER_LEVEL, SimOptions, TopicPlan
 from pk.sim.oracle import Oracle, Sent, digest_of, value_of

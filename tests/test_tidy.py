@@ -47,6 +47,7 @@ SERVER_LAYERS = {
 PROCESSES = {f"pk.server.{n}" for n in ("__main__", "broker.node", "controller.node", "tier.node")}
 #: ◇ async over an injected world: the simulator runs the same file.  A name covers those below it.
 WORLD_GENERIC = {
+    "pk.machine_timers",
     "pk.tasks",
     "pk.wire.calls",
     "pk.log.checkpointing",
@@ -66,7 +67,6 @@ WORLD_GENERIC = {
     "pk.tiering.file_checker",
     "pk.tiering.file_merger",
     "pk.tiering.log_reading",
-    "pk.tiering.machine_timers",
     "pk.tiering.reader",
     "pk.tiering.refill",
     "pk.tiering.stored_offsets",

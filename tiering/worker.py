@@ -25,6 +25,7 @@ from typing import Any
 from pk import errors
 from pk.effects import Effect, Publish, Respond, Send, SetTimer
 from pk.log.storage import Storage
+from pk.machine_timers import MachineTimers
 from pk.tasks import TaskRegistry
 from pk.tiering import accounting, layout, refill, rewrites, uploads
 from pk.tiering import copier as copying
@@ -32,7 +33,6 @@ from pk.tiering import owner_events as owning
 from pk.tiering.copier import Copier
 from pk.tiering.data_files import DataFile
 from pk.tiering.file_checker import FileChecker
-from pk.tiering.machine_timers import MachineTimers
 from pk.tiering.objects import Executor, ObjectStore, remove_all
 from pk.tiering.output_buffer import OutputBuffer
 from pk.tiering.owner import Owner, OwnerSettings

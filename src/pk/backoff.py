@@ -77,3 +77,17 @@ class Backoff:
     def reset(self) -> None:
         """Note a success: the next failure waits for the shortest time again."""
         self.attempts = 0
+
+
+class Retry(Backoff):
+    """A `Backoff` that keeps the time of the next attempt, as machines need it."""
+
+    at_ms = 0  #: 0 = now
+
+    def postpone(self, now_ms: int) -> None:
+        """Count a failed attempt and back off."""
+        self.at_ms = now_ms + int(self.next_ms())
+
+    def reset(self) -> None:
+        super().reset()
+        self.at_ms = 0

@@ -9,13 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 from pk import errors, settings, tracing
-from pk.client.accumulator import RecordAccumulator, record_size
+from pk.client.accumulator import RecordAccumulator
 from pk.client.fetch_engine import FetchEngine
 from pk.client.fetcher_events import Seek
 from pk.client.network_client import NetworkClient
 from pk.client.offsets import EARLIEST
 from pk.client.options import consumer_options, producer_options
 from pk.client.produce_engine import ProduceEngine
+from pk.client.record_arguments import record_size
 from pk.log.storage import Disk
 from pk.server.broker.cleaning import Cleaner
 from pk.server.broker.node import BrokerNode

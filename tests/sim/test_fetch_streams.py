@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from pk import errors, limits
-from pk.client.accumulator import record_size
 from pk.client.options import producer_options
 from pk.client.produce_engine import ProduceEngine
+from pk.client.record_arguments import record_size
 from pk.log.divergence import EpochEnd
 from pk.server.metadata.image import PartitionState
 from pk.server.replica.alter_partition import AlterPartitionManager

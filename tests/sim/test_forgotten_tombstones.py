@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from pk import errors
-from pk.client.accumulator import record_size
 from pk.client.options import producer_options
 from pk.client.produce_engine import ProduceEngine
+from pk.client.record_arguments import record_size
 from pk.log import batch as batches
 from pk.log import columns, forgotten
 from pk.log.forgotten import Forgotten

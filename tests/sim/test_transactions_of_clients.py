@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from pk import errors
-from pk.client.accumulator import record_size
 from pk.client.options import producer_options
 from pk.client.produce_engine import ProduceEngine
+from pk.client.record_arguments import record_size
 from pk.client.transaction_engine import TransactionEngine
 from pk.client.transaction_manager import TransactionCall
 from pk.transactional_ids import TOPIC, partition_of_id

@@ -15,30 +15,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pk import errors
+from pk.backoff import Retry
 from pk.client.accumulator import (
     BufferPool,
-    BusyAccumulators,
     RecordAccumulator,
-    record_size,
 )
 from pk.client.futures import BatchFuture, SendFuture
 from pk.client.metadata import TopicMetadata
 from pk.client.options import producer_options
 from pk.client.partitioner import Sticky, partition_of, place
 from pk.client.producer import Producer
-from pk.client.producer_batch import PartitionBatches, ProducerBatch, Retry
+from pk.client.producer_batch import PartitionBatches, ProducerBatch
+from pk.client.record_arguments import normalise, record_size
 from pk.client.record_set import RecordSet, RecordSlice, resolve
 from pk.client.rows import (
     batch_limit,
-    binary_column,
     cuts_by_size,
-    normalise,
     size_of,
     sizes,
 )
 from pk.client.waiting import Monitor, SpinLock
 from pk.clock import SystemClock
-from pk.log.columns import decode
+from pk.log.columns import binary_column, decode
 from pk.types import BatchMetadata, PartitionKey, RecordMetadata
 
 BYTES = st.one_of(st.none(), st.binary(max_size=20))
@@ -71,8 +69,7 @@ def sticky(seed: int = 1) -> Sticky:
 
 def accumulator_of(pool: BufferPool, batch_size: int = 1 << 20) -> RecordAccumulator:
     options, _ = producer_options({"batch_size": batch_size})
-    busy = BusyAccumulators()
-    return RecordAccumulator("t", options, sticky(), pool, Monitor(), SystemClock(), busy)
+    return RecordAccumulator("t", options, sticky(), pool, Monitor(), SystemClock(), {}, 0)
 
 
 def slice_of(records: RecordSet, rows: pa.RecordBatch) -> RecordSlice:
@@ -297,7 +294,8 @@ def test_memory_is_reserved_before_a_record_is_taken_and_given_back_when_sealed(
     assert pool.used == 1000
     pool.release(400)
     assert append(100) is not None
-    accumulator.close(errors.ClosedError("closed"))
+    pool.refusal = errors.ClosedError("closed")
+    accumulator.close()
     with pytest.raises(errors.ClosedError):
         append(1)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pk import errors
-from pk.client.accumulator import BufferPool, BusyAccumulators, RecordAccumulator
+from pk.client.accumulator import BufferPool, RecordAccumulator
 from pk.client.metadata_updater import WATCHES
 from pk.client.partitioner import Sticky
 from pk.client.produce_engine import ProduceEngine
@@ -154,22 +154,20 @@ async def _sent_twice(bench: Bench) -> None:
 
 def test_a_record_that_comes_while_the_loop_looks_is_not_forgotten() -> None:
     """client/accumulator I4: the loop removes an accumulator first, and looks then."""
-    busy = BusyAccumulators()
+    busy: dict[int, RecordAccumulator] = {}
     options = {"batch_size": 1_000, "max_request_size": 10_000, "linger_ms": 0}
     pool, clock = BufferPool(100_000), SystemClock()
     made = [
         RecordAccumulator(
-            name, options, Sticky(1_000, random.Random(1)), pool, Monitor(), clock, busy
+            name, options, Sticky(1_000, random.Random(1)), pool, Monitor(), clock, busy, number
         )
-        for name in "ab"
+        for number, name in enumerate("ab")
     ]
     for each in (made[1], made[0]):
         assert each.append(b"1", size=64) is not None
-    first, second = busy.numbers()
-    assert busy.take(first) is made[0], "in the order in which they were made"
+    assert busy == {0: made[0], 1: made[1]}
+    assert busy.pop(0) is made[0]
     made[0].seal(0, ready=True)
     made[0].sealed.clear()
     assert made[0].append(b"2", size=64) is not None
-    assert busy.numbers() == [first, second]
-    assert busy.take(second) is made[1]
-    assert busy.take(second) is None
+    assert busy == {0: made[0], 1: made[1]}

@@ -10,7 +10,7 @@ STORY = """
 import array
 import sys
 import pyarrow as pa
-from pk.client import rows as row_columns
+from pk.client import record_arguments
 from pk.client.records import ConsumerRecords
 from pk.log import columns
 from pk.types import TopicPartition
@@ -25,7 +25,7 @@ given = pa.RecordBatch.from_arrays(
     [values, column(pa.int64(), array.array("q", stamps).tobytes(), 2)],
     names=["value", "timestamp"],
 )
-rows, _ = row_columns.normalise(given, 1)
+rows, _ = record_arguments.normalise(given, 1)
 raw = b"".join(columns.encode(rows, default_timestamp=1))
 found = columns.decode(raw, decoded_bytes_max=1 << 20)
 lines = ConsumerRecords(TopicPartition("t", 0), found, None, None)

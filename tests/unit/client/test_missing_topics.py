@@ -10,8 +10,8 @@ import pyarrow as pa
 import pytest
 
 from pk import errors
+from pk.client.record_arguments import normalise
 from pk.client.record_set import RecordSet, RecordSlice
-from pk.client.rows import normalise
 from tests.unit.client.test_produce_engine import Bench
 
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from pk import errors
 from pk.client import produce_engine
-from pk.client.accumulator import record_size
 from pk.client.futures import SendFuture
 from pk.client.network_client import NetworkClient
 from pk.client.options import producer_options
 from pk.client.produce_engine import ProduceEngine
+from pk.client.record_arguments import record_size
 from pk.sim.world import SimWorld
 from tests.kit.fake_broker import APPEND, BREAK, LOSE_REPLY, SILENT, FakeBroker, FakeCluster
 
@@ -203,14 +203,14 @@ def test_without_idempotence_a_lost_reply_is_outcome_unknown(bench: Any) -> None
 def test_the_identity_is_what_the_broker_granted(bench: Any) -> None:
     b = bench()
     b.cluster.create("t")
-    assert b.engine.identity == (-1, -1)
+    assert b.engine.sender.granted == (-1, -1)
 
     async def work() -> None:
         await b.send("t", b"x")
         await b.flush(10_000)
 
     b.run(work)
-    assert b.engine.identity == b.broker.produced[0][1:3]
+    assert b.engine.sender.granted == b.broker.produced[0][1:3]
 
 
 def test_acks_0_tells_no_offset_and_needs_no_answer(bench: Any) -> None:

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pytest
 
 from pk.client import rows as row_columns
+from pk.client.record_arguments import normalise
 from pk.client.rows import COLUMN_OVERHEAD
 from pk.log.columns import encode
 from pk.log.storage import Buffer
@@ -22,7 +23,7 @@ ROWS = {
 
 def _rows(columns: dict[str, list[bytes | None]]) -> pa.RecordBatch:
     arrays = [pa.array(items, pa.binary()) for items in columns.values()]
-    rows, _ = row_columns.normalise(pa.RecordBatch.from_arrays(arrays, names=list(columns)), 0)
+    rows, _ = normalise(pa.RecordBatch.from_arrays(arrays, names=list(columns)), 0)
     return rows
 
 
@@ -46,7 +47,7 @@ def test_headers_are_counted_row_by_row() -> None:
     batch = pa.RecordBatch.from_arrays(
         [pa.array([b"a", b"b"]), headers], names=["value", "headers"]
     )
-    rows, _ = row_columns.normalise(batch, 0)
+    rows, _ = normalise(batch, 0)
     assert row_columns.size_of(rows) is None
     with_header, without = row_columns.sizes(rows).tolist()
     assert with_header > without

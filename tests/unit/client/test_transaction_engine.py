@@ -162,7 +162,7 @@ def test_a_transaction_without_records_asks_the_coordinator_nothing(bench: Any) 
         for call in (COMMIT, ABORT, COMMIT):
             await b.begun()
             await b.call(call)
-        assert b.engine.identity[1] == 0
+        assert b.engine.sender.granted[1] == 0
 
     b.run(work)
     assert not b.coordinator.ended
