@@ -70,7 +70,7 @@ class EarlierPk(PkSide):
         return {int(partition): epoch for partition, epoch in found.items()}
 
     def _client(self, *arguments: Any, **named: Any) -> Sample:
-        with self._its_pk():
+        with self.its_pk():
             return super()._client(*arguments, **named)
 
     def produce(
@@ -89,7 +89,7 @@ class EarlierPk(PkSide):
         return {**os.environ, "PYTHONPATH": str(self._tree / "src")}
 
     @contextmanager
-    def _its_pk(self) -> Iterator[None]:
+    def its_pk(self) -> Iterator[None]:
         before = os.environ.get("PYTHONPATH")
         os.environ["PYTHONPATH"] = str(self._tree / "src")
         try:
