@@ -49,12 +49,8 @@ notebooks: $(VENV)/.jars ## run all notebooks, each in a fresh kernel, into buil
 
 ##@ Tests
 .PHONY: test
-test: java setup test-fast test-real ## all that CI runs: without processes, then with
+test: java setup test-unit test-sim test-real ## all that CI runs: without processes, then with
 	@echo "make test: all suites passed"
-
-.PHONY: test-fast
-test-fast: $(VENV)/.ready
-	$(PYTEST) $(SPREAD) $(FAST) -m "$(PLAIN) and not integration"
 
 .PHONY: test-real
 test-real: $(VENV)/.jars s3-server
@@ -65,9 +61,12 @@ test-real: $(VENV)/.jars s3-server
 test-unit: $(VENV)/.ready ## pure parts, contracts, properties, simulation (no process, no JVM)
 	$(PYTEST) $(SPREAD) $(FAST) -m "$(PLAIN) and not integration and not sim"
 
-.PHONY: test-integration
-test-integration: $(VENV)/.ready ## whole clusters: simulated from seeds, and real processes
+.PHONY: test-sim
+test-sim: $(VENV)/.ready ## whole clusters in virtual time, from seeds
 	$(PYTEST) $(SPREAD) $(FAST) -m "$(PLAIN) and sim and not integration"
+
+.PHONY: test-integration
+test-integration: test-sim ## whole clusters: simulated from seeds, and real processes
 	$(PYTEST) $(REAL_SPREAD) $(REAL) -m "$(PLAIN) and integration and not alone"
 	$(PYTEST) $(ALONE) -m "$(PLAIN) and integration and alone"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import signal
@@ -56,6 +57,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     long = {scope_of(item.nodeid) for item in items if item.get_closest_marker("long")}
     items.sort(key=lambda item: scope_of(item.nodeid) not in long)
+
+
+def pytest_collection_finish() -> None:
+    """Exclude modules and tests, which live until the end, from garbage collections."""
+    gc.collect()
+    gc.freeze()
 
 
 def cpu_s() -> tuple[float, float]:

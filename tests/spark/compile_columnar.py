@@ -15,6 +15,8 @@ from pk import errors
 from pk.sparkconnector import columnar_jar, jars
 
 VERSIONS = ("4.0.1", "4.1.1", "4.2.0")
+#: javac runs for seconds: the first of its compilers alone takes half the CPU time.
+QUICK = ("-J-XX:TieredStopAtLevel=1", "-J-XX:+UseSerialGC")
 _ARTIFACTS = (
     "core_2.13",
     "catalyst_2.13",
@@ -54,7 +56,7 @@ def main(versions: list[str]) -> int:
                 print(f"{version}: {cause.message}")
                 failed = 1
                 continue
-            command = [compiler, "--release", columnar_jar.RELEASE, "-proc:none", "-nowarn"]
+            command = [compiler, *QUICK, "--release", columnar_jar.RELEASE, "-proc:none", "-nowarn"]
             command += ["-d", classes, "-classpath", path]
             ran = subprocess.run(
                 [*command, *map(str, sorted(columnar_jar.SOURCES.rglob("*.java")))],

@@ -147,7 +147,8 @@ def compile_peers(folder: Path) -> str:
     assert javac is not None
     path = f"{columnar_jar.build()}:{spark_jars_folder()}/*"
     sources = sorted(map(str, (Path(__file__).parent / "java").rglob("*.java")))
-    subprocess.run([javac, "-cp", path, "-d", str(folder), *sources], check=True)
+    quick = ("-J-XX:TieredStopAtLevel=1", "-J-XX:+UseSerialGC")
+    subprocess.run([javac, *quick, "-cp", path, "-d", str(folder), *sources], check=True)
     return f"{folder}:{path}"
 
 
