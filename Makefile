@@ -53,7 +53,7 @@ test: java setup test-unit test-sim test-real ## all that CI runs: without proce
 	@echo "make test: all suites passed"
 
 .PHONY: test-real
-test-real: $(VENV)/.jars s3-server
+test-real: $(VENV)/.jars build/spark.jsa s3-server
 	$(PYTEST) $(REAL_SPREAD) $(REAL) -m "$(PROCESSES) and not alone"
 	$(PYTEST) $(ALONE) -m "$(PROCESSES) and alone"
 
@@ -71,7 +71,7 @@ test-integration: test-sim ## whole clusters: simulated from seeds, and real pro
 	$(PYTEST) $(ALONE) -m "$(PLAIN) and integration and alone"
 
 .PHONY: test-spark
-test-spark: $(VENV)/.jars ## Spark source and sink, Delta tables read by Spark
+test-spark: $(VENV)/.jars build/spark.jsa ## Spark source and sink, Delta tables read by Spark
 	$(PYTEST) $(REAL) -m "spark and not s3 and not peer and not chaos"
 
 .PHONY: test-s3
@@ -227,6 +227,10 @@ $(VENV)/.ready: pyproject.toml
 $(VENV)/.jars: $(VENV)/.ready | java
 	$(PY) -m pk.sparkconnector.jars >/dev/null
 	@touch $@
+
+# JVMs of the tests map it instead of loading classes from jars.
+build/spark.jsa: $(VENV)/.jars tests/fixtures/java_archive.py
+	$(PY) tests/fixtures/java_archive.py $@
 
 .PHONY: s3-server
 s3-server:

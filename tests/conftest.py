@@ -30,11 +30,6 @@ settings.register_profile("dev", max_examples=50, **_COMMON)
 settings.register_profile("long", max_examples=3000, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
-# A JVM of the tests lives for a minute and shares two cores with workers and a server: the first
-# compiler alone has it up in half the time.  Spark's own way to say so, for sessions of any kind.
-for _name in ("SPARK_SUBMIT_OPTS", "SPARK_LAUNCHER_OPTS"):
-    os.environ.setdefault(_name, "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
-
 # A shell's background job ignores Ctrl-C, and so would the processes that the tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -43,6 +38,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # sys.path.
 sys.path.insert(0, str(Path(__file__).parent / "fixtures"))
 s3_server = importlib.import_module("versitygw").s3_server
+
+# Spark's own way to say so, for sessions of any kind.
+_java = importlib.import_module("java_archive")
+os.environ.setdefault("SPARK_SUBMIT_OPTS", _java.quick())
+os.environ.setdefault("SPARK_LAUNCHER_OPTS", _java.QUICK)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

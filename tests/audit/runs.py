@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import java_archive
+
 from pk.clock import block_s, monotonic_s
 
 DRIVER = Path(__file__).parent / "driver.py"
@@ -61,7 +63,7 @@ class Drivers:
 
     def start(self) -> None:
         """Start the process; its first run waits until Spark is ready."""
-        quick = {"SPARK_SUBMIT_OPTS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"}
+        quick = {"SPARK_SUBMIT_OPTS": java_archive.quick()}
         with (self._folder / "driver.log").open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, str(DRIVER), str(self._folder), self._master],

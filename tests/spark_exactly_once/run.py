@@ -46,8 +46,9 @@ SOURCE, TARGET = "in", "out"
 PARTITIONS = 3
 STEPS = ("task-begin", "task-middle", "task-end", "commit-begin", "commit-end")
 DRIVER = Path(__file__).parent / "driver.py"
-#: New records for each run: five micro-batches.
-RUN_RECORDS = 1_500
+#: New records for each run: five micro-batches, of which one of the first dies.
+RUN_RECORDS, DEATH_MAX = 1_500, 4
+SHORT_RECORDS, SHORT_DEATH_MAX = 900, 2
 RUN_S = 900.0
 
 
@@ -183,28 +184,33 @@ def table_of(
 
 
 def deaths(rng: random.Random, *, short: bool) -> list[tuple[str, bool]]:
-    """Return the steps at which a run dies, and whether all of it does; only tasks die alone."""
+    """Return the steps at which a run dies, and whether all of it does; only tasks die alone.
+
+    The last run of a short campaign loses a task only, so that it also finishes the query.
+    """
     each = [(step, True) for step in STEPS]
     alone = [(step, False) for step in STEPS if step.startswith("task")]
-    planned = [*each[3:], alone[1]] if short else (each + alone) * 3
+    planned = each[3:] if short else (each + alone) * 3
     rng.shuffle(planned)
-    return planned
+    return [*planned, alone[1]] if short else planned
 
 
 def campaign(query: Query, rng: random.Random, verdict: Verdict, *, short: bool) -> None:
     """Kill the query at each step, with new records for each run, and let it finish."""
+    records, last = (SHORT_RECORDS, SHORT_DEATH_MAX) if short else (RUN_RECORDS, DEATH_MAX)
     for step, whole in deaths(rng, short=short):
-        fill(query.address, verdict.records, verdict.records + RUN_RECORDS)
-        verdict.records += RUN_RECORDS
+        fill(query.address, verdict.records, verdict.records + records)
+        verdict.records += records
         before = query.batches
-        died = query.run({"step": step, "whole": whole, "count": rng.randint(1, 4)})
+        died = query.run({"step": step, "whole": whole, "count": rng.randint(1, last)})
         verdict.driver_deaths += died and whole
         verdict.worker_deaths += died and not whole
         kind = "run" if whole else "worker"
         print(f"{step:13} {kind:6} died={died} batches {before} to {query.batches}", flush=True)
         if rng.random() < 0.3 and query.set_back():
             verdict.set_back += 1
-    query.run()
+    if not short:
+        query.run()
     for _ in range(1 if short else 2):
         verdict.set_back += query.set_back()
         query.run()
