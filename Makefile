@@ -23,10 +23,10 @@ S3 ?= optional
 VERSITYGW := github.com/versity/versitygw/cmd/versitygw@v1.8.0
 
 PYTEST := $(PY) -m pytest -q --durations=20 --durations-min=15 $(ARGS)
-# One worker for each core.  With more of them, leases and sessions of real nodes end while other
-# tests compute.  There a worker takes a whole file, the long ones first (tests/conftest.py).
+# One worker for each core, and one more for tests of real processes, of which most wait for a time
+# to pass.  There a worker takes a whole file, the long ones first (tests/conftest.py).
 SPREAD := -n 2 --dist worksteal
-REAL_SPREAD := -n 2 --dist loadfile
+REAL_SPREAD := -n 3 --dist loadfile
 FAST := $(wildcard tests/unit tests/contract tests/property tests/sim tests/soak tests/chaos tests/jepsen)
 REAL := $(wildcard tests/contract tests/integration tests/spark tests/s3 tests/chaos tests/audit tests/eos tests/groups tests/jepsen tests/spark_exactly_once tests/golden tests/soak)
 # Few files: the others need not be collected again.
@@ -49,8 +49,11 @@ notebooks: $(VENV)/.jars ## run all notebooks, each in a fresh kernel, into buil
 
 ##@ Tests
 .PHONY: test
-test: java setup test-unit test-sim test-real ## all that CI runs: without processes, then with
+test: java setup test-fast test-real ## all that CI runs: without processes, then with
 	@echo "make test: all suites passed"
+
+.PHONY: test-fast
+test-fast: test-unit test-sim
 
 .PHONY: test-real
 test-real: $(VENV)/.jars build/spark.jsa s3-server
@@ -63,7 +66,7 @@ test-unit: $(VENV)/.ready ## pure parts, contracts, properties, simulation (no p
 
 .PHONY: test-sim
 test-sim: $(VENV)/.ready ## whole clusters in virtual time, from seeds
-	$(PYTEST) $(SPREAD) $(FAST) -m "$(PLAIN) and sim and not integration"
+	$(PYTEST) $(SPREAD) tests/sim -m "$(PLAIN) and sim and not integration"
 
 .PHONY: test-integration
 test-integration: test-sim ## whole clusters: simulated from seeds, and real processes

@@ -14,8 +14,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
-#: Tests that start a JVM: one at a time, and those of tests/spark share a session.
-JVM = ("tests/spark/", "tests/integration/test_demo.py", "tests/integration/test_readme.py")
+#: Tests that share a Spark session, and those beside them that have JVMs of their own or none.
+SESSION = "tests/spark/"
+NO_SESSION = tuple(f"{SESSION}test_columnar_{name}.py" for name in ("broker", "cluster", "decoder"))
 
 #: Markers of tests that start real nodes.
 REAL = ("integration", "spark", "s3", "chaos")
@@ -51,12 +52,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that have a `long` test.
+    """Begin with the tests that share a session, then the files that have a `long` test.
 
     One that began last would leave the other workers idle.
     """
     long = {scope_of(item.nodeid) for item in items if item.get_closest_marker("long")}
-    items.sort(key=lambda item: scope_of(item.nodeid) not in long)
+
+    def place(item: pytest.Item) -> tuple[bool, bool]:
+        scope = scope_of(item.nodeid)
+        return scope != SESSION, scope not in long
+
+    items.sort(key=place)
 
 
 def pytest_collection_finish() -> None:
@@ -157,8 +163,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def scope_of(nodeid: str) -> str:
-    """Return what runs in one worker: a file, or everything that starts a JVM."""
-    return "JVM" if nodeid.startswith(JVM) else nodeid.partition("::")[0]
+    """Return what runs in one worker: a file, or all tests that share a session."""
+    file = nodeid.partition("::")[0]
+    return SESSION if file.startswith(SESSION) and file not in NO_SESSION else file
 
 
 class ScopesInOrder(LoadScopeScheduling):
