@@ -27,7 +27,7 @@ PYTEST := $(PY) -m pytest -q --durations=20 --durations-min=15 $(ARGS)
 # to pass.  There a worker takes a whole file, the long ones first (tests/conftest.py).
 SPREAD := -n 2 --dist worksteal
 REAL_SPREAD := -n 3 --dist loadfile
-FAST := $(wildcard tests/unit tests/contract tests/property tests/sim tests/soak tests/chaos tests/jepsen)
+FAST := $(wildcard tests/unit tests/contract tests/property tests/soak tests/chaos tests/jepsen)
 REAL := $(wildcard tests/contract tests/integration tests/spark tests/s3 tests/chaos tests/audit tests/eos tests/groups tests/jepsen tests/spark_exactly_once tests/golden tests/soak)
 # Few files: the others need not be collected again.
 ALONE = $(shell grep -rl --include='test_*.py' 'mark\.alone' $(REAL))
@@ -61,12 +61,12 @@ test-real: $(VENV)/.jars build/spark.jsa s3-server
 	$(PYTEST) $(ALONE) -m "$(PROCESSES) and alone"
 
 .PHONY: test-unit
-test-unit: $(VENV)/.ready ## pure parts, contracts, properties, simulation (no process, no JVM)
-	$(PYTEST) $(SPREAD) $(FAST) -m "$(PLAIN) and not integration and not sim"
+test-unit: $(VENV)/.ready ## pure parts, contracts, properties (no process, no JVM)
+	$(PYTEST) $(SPREAD) $(FAST) -m "$(PLAIN) and not integration"
 
 .PHONY: test-sim
-test-sim: $(VENV)/.ready ## whole clusters in virtual time, from seeds
-	$(PYTEST) $(SPREAD) tests/sim -m "$(PLAIN) and sim and not integration"
+test-sim: $(VENV)/.ready ## nodes and whole clusters in virtual time, from seeds
+	$(PYTEST) $(SPREAD) tests/sim
 
 .PHONY: test-integration
 test-integration: test-sim ## whole clusters: simulated from seeds, and real processes
