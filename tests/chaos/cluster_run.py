@@ -49,7 +49,7 @@ from pk.clock import block_s, monotonic_s
 
 TOPIC = "chaos"
 PARTITIONS = 3
-RECORDS_PER_S, SHORT_RECORDS_PER_S = 10_000, 3_000
+RECORDS_PER_S = 10_000
 SETTINGS = {
     "default_replication_factor": 3,
     "min_insync_replicas": 2,
@@ -165,11 +165,8 @@ class Watcher:
 class Campaign:
     """One cluster, one ledger, and one consumer that reads through every round."""
 
-    def __init__(
-        self, cluster: TestedCluster, rng: random.Random, session_s: float, records_per_s: int
-    ) -> None:
+    def __init__(self, cluster: TestedCluster, rng: random.Random, session_s: float) -> None:
         self.cluster, self.rng, self.session_s = cluster, rng, session_s
-        self.records_per_s = records_per_s
         self.ledger = Ledger()
         self.violations: list[str] = []
         self.goals: list[str] = []  #: times that were missed
@@ -224,7 +221,7 @@ class Campaign:
             self.rng,
             topic=TOPIC,
             partitions=PARTITIONS,
-            records_per_s=self.records_per_s,
+            records_per_s=RECORDS_PER_S,
             padding=os.urandom(plan.padding // 2).hex().encode(),
         )
         before = len(self.ledger)
@@ -342,8 +339,7 @@ def run(
         for number, text in enumerate(chosen, 1)
     ]
     with TestedCluster(directory, settings) as cluster:
-        rate = SHORT_RECORDS_PER_S if short else RECORDS_PER_S
-        campaign = Campaign(cluster, rng, session_s, rate)
+        campaign = Campaign(cluster, rng, session_s)
         watcher = Watcher(cluster) if verbose else None
         print(f"{'round':>5} {'fault':<24}{'sent':>8}{'outage':>10}{'whole':>10}", flush=True)
         for plan in plans:
