@@ -30,7 +30,7 @@ def own_server(s3_server: S3Server, tmp_path: Path) -> S3Server:
 def chosen(server: S3Server, **more: object) -> StoreSettings:
     given = {
         **server.server_settings("x"),
-        "tier_timeout_ms": 2_000,
+        "tier_timeout_ms": 10_000,
         "tier_retry_backoff_ms": 20,
         **more,
     }
