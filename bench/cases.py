@@ -526,8 +526,8 @@ _COMPACTION = (
         pk_modes=("cleaning",),
         peer_modes=("idle",),
         variants=(Variant("none", unit="ms", least=0.83, less_is_better=True),),
-        records=10_000_000,
-        peer_records=10_000_000,
+        records=30_000_000,
+        peer_records=30_000_000,
         records_least=2_000_000,
     ),
 )
