@@ -93,6 +93,9 @@ class _Keys:
 
     @classmethod
     def joined(cls, parts: Sequence[_Keys]) -> _Keys:
+        """Join the keys of several blocks.  They have at most BYTES_MAX bytes together (M2), so
+        offsets and places of words fit into 32 bits.
+        """
         bases = np.cumsum([0, *(part.size for part in parts)]).tolist()
         ends = [part.ends[1:] + np.int32(base) for part, base in zip(parts, bases, strict=False)]
         data = [part.data[: part.size] for part in parts]

@@ -484,10 +484,10 @@ def binary_column(items: Sequence[bytes | None] | None, count: int) -> pa.Array:
     if items is None:
         return nulls(count)
     try:
-        data = b"".join(items)  # type: ignore[arg-type]
+        data = b"".join(items)  # type: ignore[arg-type]  # TypeError if one is None
     except TypeError:
         return pa.array(items, pa.binary())
-    lengths = list(map(len, items))  # type: ignore[arg-type]
+    lengths = list(map(len, items))  # type: ignore[arg-type]  # none is None: they were joined
     if count <= FEW:
         buffers = [None, few_offsets(lengths), pa.py_buffer(data)]
         return pa.Array.from_buffers(pa.binary(), count, buffers, 0)
