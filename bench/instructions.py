@@ -1,10 +1,10 @@
 """`python -m bench.instructions TREE NAME…`: instructions of clients of this pk and an earlier one.
 
 On a shared machine the CPU time of one build differs by 10 % and more between rounds.  The number
-of instructions that a client executes differs by less than 3 %, whatever else runs.  valgrind's callgrind
-counts them (Debian package `valgrind`).  Each mode runs twice, with few and with more records; the
-difference, divided by the difference of the records, leaves out the start and the end of the
-process.  The servers run without valgrind and are not counted.
+of instructions that a client executes differs by less than 3 %, whatever else runs.  valgrind's
+callgrind counts them (Debian package `valgrind`).  Each mode runs twice, with few and with more
+records; the difference, divided by the difference of the records, leaves out the start and the end
+of the process.  The servers run without valgrind and are not counted.
 """
 
 from __future__ import annotations
