@@ -31,6 +31,7 @@ from pk.server.broker.metadata_publisher import MetadataPublisher
 from pk.server.controller.elections import PartitionChangeBuilder
 from pk.server.controller.sessions import Sessions
 from pk.server.metadata.cache import MetadataCache
+from pk.server.raft.log import RaftLog
 from pk.server.raft.log_writer import LogWriter
 from pk.server.raft.machine import Quorum
 from pk.server.raft.quorum_state_store import QUORUM_STATE, first_state
@@ -205,6 +206,10 @@ def _full_leader_keeps_leading() -> Any:
     return _put(PartitionChangeBuilder, "hand_over", lambda *_: False)
 
 
+def _full_controller_keeps_leading() -> Any:
+    return _put(RaftLog, "_resign_unless_alone", lambda _self: None)
+
+
 def _vote_not_saved() -> Any:
     def forget(self: LogWriter[Any], vote: Any) -> None:
         """Keep the file as it was when the directory was formatted.
@@ -324,6 +329,11 @@ CANARIES: dict[str, Canary | RestoreCanary] = {
         "L16", _full_leader_keeps_leading(), "V16", {**SAFE, "segment_bytes": "14336"},
         ("leader_full",), nodes=THREE, copies=3, fault_ms=60_000,
         fault_every_ms=(5_000, 15_000), reserve_bytes=16_000,
+    ),
+    "a full controller keeps leading": Canary(
+        "L16", _full_controller_keeps_leading(), "V16", {**SAFE, "segment_bytes": "14336"},
+        ("leader_full", "controller_full"), nodes=THREE, copies=3, fault_ms=60_000,
+        fault_every_ms=(1_000, 6_000), reserve_bytes=16_000,
     ),
     "half is a majority": Canary(
         "Q1", _put(Quorum, "majority", property(lambda self: len(self.voters) // 2)), "V10",

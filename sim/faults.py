@@ -45,6 +45,8 @@ STREAM_STALL_MS = (100, 5_000)
 STORE_STALL_MS = (300, 60_000)
 #: How long a leader's disk is full: also long enough that another broker must lead (rule L16).
 LEADER_FULL_MS = (500, 40_000)
+#: The faults that rule L16 makes harmless: what it promises is checked while they last (V16).
+CALM_FAULTS = ("leader_full", "controller_full")
 #: How long a fault without an end of its own, for example a stalled stream, may still have effects.
 AFTERMATH_MS = 9_000
 
@@ -71,7 +73,7 @@ class Faults:
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._number = 0
         self._next_ms = self._rng.uniform(100, 800)
-        #: The time since which no fault except `leader_full` is active; may lie in the future.
+        #: The time since which only CALM_FAULTS are active; may lie in the future.
         self.calm_since_ms = 0.0
         self.rarer = 1  #: factor of the pauses between two faults
         self.counts: dict[str, int] = {}
@@ -122,7 +124,7 @@ class Faults:
             name = self._rng.choice(self._options.faults)
             self.counts[name] = self.counts.get(name, 0) + 1
             self._world.record(f"fault {name}")
-            if name != "leader_full":
+            if name not in CALM_FAULTS:
                 self.calm_since_ms = max(self.calm_since_ms, now_ms + AFTERMATH_MS)
             (self._begin.get(name) or getattr(self, f"_{name}"))()
 
@@ -393,6 +395,21 @@ class Faults:
             return
         storage.capacity = storage.used_bytes() + self._rng.choice([0, self._rng.randint(0, 9_000)])
         self._meet("full leaders")
+
+        def undo() -> None:
+            storage.capacity = None
+
+        self._after(LEADER_FULL_MS, undo, alone=True)
+
+    def _controller_full(self) -> None:
+        """Fill the disk of the active controller, if the other voters have space."""
+        active, voters = self._cluster.active(), self._cluster.with_role(CONTROLLER)
+        disks = [machine.storages[DISKS[CONTROLLER]] for machine in voters]
+        if active is None or len(voters) == 1 or any(disk.capacity is not None for disk in disks):
+            return
+        storage = active.storages[DISKS[CONTROLLER]]
+        storage.capacity = storage.used_bytes()
+        self._meet("full controllers")
 
         def undo() -> None:
             storage.capacity = None

@@ -1,4 +1,5 @@
-"""The check that leaders whose disk is full hand over their leadership.
+"""The check that leaders whose disk is full hand over their leadership, also if the disk of the
+active controller is full.
 
 Checked
   V16  A leader whose disk has less free space than the reserve hands over within CALM_MS without

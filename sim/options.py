@@ -67,6 +67,8 @@ _TABLE_FAULTS = ("delta_rot", "delete_rows")
 FORMAT_FAULTS = ("other_version", "unknown_field", "older_build")
 #: Disks that seem full because their process has no free descriptor (log/descriptor_pool).
 _DESCRIPTOR_FAULTS = ("no_descriptors",)
+#: Disks of active controllers that stay full for so long that another one must lead (rule L16).
+_CONTROLLER_FAULTS = ("controller_full",)
 #: Segments that disappear from the front of a log while its broker is down (identity_faults.py).
 _FRONT_FAULTS = ("front_lost",)
 #: Faults of transactions (transaction_faults.py).  Only runs with transactions or jobs draw them.
@@ -95,7 +97,13 @@ _USUAL_FAULTS = (
     *_DESCRIPTOR_FAULTS,
 )
 #: The faults that a seed may draw; `SimOptions.faults` holds those that a run may meet.
-FAULTS = (*_USUAL_FAULTS, *TRANSACTION_FAULTS, *LAKE_FAULTS, *COMPACTION_FAULTS)
+FAULTS = (
+    *_USUAL_FAULTS,
+    *TRANSACTION_FAULTS,
+    *LAKE_FAULTS,
+    *COMPACTION_FAULTS,
+    *_CONTROLLER_FAULTS,
+)
 #: The administrator's chores, in two groups: a seed draws the second group later, too.
 _FIRST_CHORES = ("recreate", "grow", "delete_records", "configure", "reassign", "elect")
 _LATER_CHORES = ("reassign_back", "toggle")
@@ -332,7 +340,13 @@ def drawn(rng: random.Random, *, faults: Iterable[str] | None = None, **given: A
     if rng.random() < GROUP_CHANCE and brokers >= JOB_BROKERS_MIN:
         options = with_group(rng, options)
     internal_flushed, holds = rng.random() < 0.5, rng.random() < HOLDS_CHANCE
-    return replace(options, internal_flushed=internal_flushed, holds=options.holds or holds)
+    more = tuple(name for name in _CONTROLLER_FAULTS if rng.random() < 0.3)
+    return replace(
+        options,
+        faults=(*options.faults, *more),
+        internal_flushed=internal_flushed,
+        holds=options.holds or holds,
+    )
 
 
 def with_transactions(rng: random.Random, options: SimOptions, brokers: int) -> SimOptions:

@@ -19,6 +19,8 @@ Invariants
   W7  A log that has records, and whose vote is lost, is opened only if this node is the only voter
       and the settings name no voters.  Otherwise another node could have received the lost vote
       (rule Q5).
+  W9  A leader that finds no space for records that it decided resigns, unless it is the only voter
+      (rule L16).  Its log is undone to what is written, and a voter with space can be elected.
 (the others: raft/log_writer W4 to W6, W8)
 """
 
@@ -444,14 +446,25 @@ class RaftLog(Generic[R]):
     async def commit(self) -> None:
         """Write, sync, and wait until the quorum has committed it.
 
-        Raises `ControllerUnavailable` if another node leads before that; the outcome is then open.
+        Raises `StorageFull`, after which nothing is written, and `ControllerUnavailable` if
+        another node leads before the commit; the outcome is then open.
         """
         end, epoch = self.end, self.epoch
-        await self._writer.write_out()
+        try:
+            await self._writer.write_out()
+        except errors.StorageFull:
+            self._resign_unless_alone()
+            raise
         while self.committed < end:
             if self.leadership.start == NONE or self.epoch != epoch:
                 raise errors.ControllerUnavailable("another controller leads now")
             await self._next_news()
+
+    def _resign_unless_alone(self) -> None:
+        """Let a voter with space lead (W9)."""
+        if not self.alone:
+            self._say("metadata_leader_full", epoch=self.epoch)
+            self._post(Resign())
 
     async def change_voters(self, voters: Sequence[Voter], addresses: Mapping[NodeId, str]) -> None:
         """Change the voters to `voters`; return when the change is committed (KIP-853).

@@ -5,6 +5,7 @@ topic `alone` has one.  The disk of one node is filled.  What must hold:
 
   at the reserve    the leaders on that node hand over before the disk is full
   full              the same if not one byte is left, although the node continues as a follower
+  controller        if the active controller has not one byte left, another node becomes it
   others            healthy partitions do not wait, including those of the producer whose partition
                     on the full node is refused
   no ping-pong      a second node fills up: no partition moves twice within a minute; with room
@@ -120,6 +121,7 @@ class Facts:
     gap_s: dict[str, float] = field(default_factory=dict)
     others_gap_s: dict[str, float] = field(default_factory=dict)
     moves: dict[int, int] = field(default_factory=dict)  #: of each partition of `t`, in all
+    controller_moved_s: float | None = None
     came_back: bool = False
     refused_waited: bool = False
     read_while_full: int = 0
@@ -175,6 +177,21 @@ class Story:
         load.served(others)
         self.facts.refused_waited = bool(alone) and stuck == [load.count(p) for p in alone]
 
+    def full_controller(self) -> None:
+        """Fill the disk of the active controller again and again while metadata change."""
+        active = self.admin.describe_cluster().controller_id
+        disk, since, numbers = self.disks[active], monotonic_s(), itertools.count()
+
+        def moved() -> bool:
+            disk.fill()  # the first write that fails gives up the reserve of the metadata
+            (made,) = self.admin.create_topics([NewTopic(f"t{next(numbers)}", 1, {}, 1)])
+            assert made.error is None, made.error
+            return self.admin.describe_cluster().controller_id != active
+
+        until(moved, "another controller")
+        self.facts.controller_moved_s = monotonic_s() - since
+        disk.make_room()
+
     def epochs(self) -> dict[int, int]:
         return {n: each.leader_epoch for n, each in self.described("t").items()}
 
@@ -202,6 +219,8 @@ def tell(work: Path, short: bool) -> Facts:
                 story.full("full", second, load, 0)
                 story.disks[second].make_room()
             load.served(story.all)  # the refused partition, too
+            story.full_controller()
+            load.served(story.all)
             facts.resumed = True
             facts.failed = load.failed
         _killed(story, victim)
@@ -287,6 +306,9 @@ def run(seed: int, work: Path, short: bool) -> list[Verdict]:
         kept = facts.moved[name] and gap_s <= GOAL_S
         verdicts.append(Verdict(f"{name}: leadership moves", kept, f"{gap_s:.2f} s without acks"))
         verdicts.append(Verdict(f"{name}: others", others_s <= GOAL_S, f"{others_s:.2f} s"))
+    moved_s = facts.controller_moved_s
+    told = "never" if moved_s is None else f"after {moved_s:.2f} s"
+    verdicts.append(Verdict("full: another controller", moved_s is not None, told))
     if not short:
         worst = max(facts.moves.values())
         told = f"{worst} moves a partition at most; came back: {facts.came_back}"

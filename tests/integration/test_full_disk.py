@@ -50,6 +50,7 @@ def test_leaders_on_a_full_disk_hand_over_and_others_do_not_wait(tmp_path: Path)
     assert facts.moved == {"at the reserve": True, "full": True}
     assert facts.refused_waited, "the partition with no other replica"
     assert facts.resumed
+    assert facts.controller_moved_s is not None
     assert facts.failed == []
     assert facts.lost == 0
     assert facts.bugs == []

@@ -110,8 +110,8 @@ class RaftCluster:
             try:
                 log.append([record_of(topic), record_of(config)], 0)
                 await log.commit()
-            except errors.ControllerUnavailable:
-                continue  # its outcome is open
+            except (errors.ControllerUnavailable, errors.StorageFull):
+                continue  # its outcome is open, or nothing is written
             self.committed.append(name)
 
     def down(self, node: Node, *, power: bool) -> None:

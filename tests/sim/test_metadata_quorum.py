@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pk.server.raft.reserve import RESERVE_FILE
 from pk.types import NONE
 from tests.kit.raft_cluster import Node, RaftCluster
 
@@ -126,3 +127,43 @@ def test_a_leader_that_is_cut_off_stops_and_deposes_nobody_when_it_returns(make:
     cluster.run(15_000)
     assert {node.log.epoch for node in cluster.nodes if node.log} == {epoch}
     assert cluster.leader() is new
+
+
+@pytest.mark.parametrize("leave", [0, 2_000])
+def test_a_leader_without_room_lets_a_voter_with_room_lead(make: Any, leave: int) -> None:
+    """Rule L16: otherwise no leader of a partition could hand over, and no ISR could change."""
+    cluster = make(7)
+    cluster.run(5_000)
+    old = cluster.leader()
+    assert old is not None
+    old.storage.remove(RESERVE_FILE)  # followers of partitions take its room in the same moment
+    old.storage.capacity = old.storage.used_bytes() + leave
+    cluster.until(lambda: cluster.leader() not in (None, old))
+    before = len(cluster.committed)
+    cluster.run(10_000)
+    assert len(cluster.committed) > before + 50, "it does not go on"
+    assert old.heard("metadata_leader_full")
+    old.storage.capacity = None
+    cluster.run(20_000)
+    assert not cluster.fatal()
+    logs = [held(cluster, node) for node in cluster.nodes]
+    longest = max(logs, key=len)
+    assert all(found == longest[: len(found)] for found in logs)
+    assert min(map(len, logs)) > len(longest) - 5, "the full node has all again"
+    assert not set(cluster.committed[:-5]) - set(longest)
+
+
+def test_a_node_alone_leads_on_without_room(make: Any) -> None:
+    cluster = make(8, size=1)
+    cluster.run(5_000)
+    (alone,) = cluster.nodes
+    assert alone.log is not None
+    epoch = alone.log.epoch
+    alone.storage.capacity = alone.storage.used_bytes()
+    cluster.run(5_000)
+    alone.storage.capacity = None
+    before = len(cluster.committed)
+    cluster.run(5_000)
+    assert alone.log.epoch == epoch
+    assert len(cluster.committed) > before
+    assert not cluster.fatal()
