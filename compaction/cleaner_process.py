@@ -43,8 +43,12 @@ def main() -> None:
     threading.Thread(target=_read, args=(jobs,), daemon=True).start()
     hash_secret = secrets.token_bytes(32)
     while True:
-        sys.stdout.write(_done(jobs.get(), hash_secret) + "\n")
-        sys.stdout.flush()
+        answer = _done(jobs.get(), hash_secret)
+        try:
+            sys.stdout.write(answer + "\n")
+            sys.stdout.flush()
+        except BrokenPipeError:  # the broker has died, and the other thread has not seen it yet
+            os._exit(0)
 
 
 def _read(jobs: queue.SimpleQueue[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -131,3 +132,21 @@ def test_the_real_process_leaves_the_cpu_to_others_and_so_does_its_session() -> 
         await mine.close()
 
     run(story)
+
+
+def test_a_process_whose_broker_died_during_a_job_ends_without_a_word() -> None:
+    """The input of this process is still open: so it ends by the answer that cannot be written."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pk.compaction.cleaner_process"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    process.stdin.write(b"no job\n")
+    process.stdin.flush()
+    assert process.wait(60) == 0
+    assert process.stderr.read() == b""
+    process.stdin.close()
+    process.stderr.close()
