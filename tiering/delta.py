@@ -8,6 +8,10 @@ only to open a table (docs/design/0020-store-calls.md).
 
 A commit that raises may have landed (a lost reply); the owner looks and finds it (rule T5).
 
+The creation of a table is the put-if-absent of version 0.  Two owners may create it at once: the
+second finds the table of the first.  deltalake would write the second creation as version 1, which
+gives the table another id.
+
 A known table may be deleted, rolled back or created again.  Therefore a look and a commit HEAD
 the commit file of the known version.  If the object is missing or has another tag, the table is
 opened again and compared (rule T8).
@@ -30,12 +34,19 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import urllib.parse
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import pyarrow as pa
-from deltalake import CommitProperties, DeltaTable, PostCommitHookProperties, Transaction
+from deltalake import (
+    CommitProperties,
+    DeltaTable,
+    PostCommitHookProperties,
+    Schema,
+    Transaction,
+)
 from deltalake.exceptions import CommitFailedError, TableNotFoundError
 
 from pk import errors
@@ -60,7 +71,6 @@ from pk.tiering.delta_actions import (
     translated,
 )
 from pk.tiering.delta_checkpoint import Checkpoint, RecentCommits, Sources
-from pk.tiering.layout import PARTITION_COLUMN, TABLE_SCHEMA
 from pk.tiering.objects import ObjectInfo, ObjectStore
 from pk.tiering.store_calls import DELTALAKE, StoreCalls
 from pk.tiering.store_settings import StoreSettings
@@ -404,28 +414,18 @@ class DeltaLogTable:
     async def create(self) -> Snapshot:
         async with self._turn:
             self._table_id = ""
+            table_id = str(uuid.uuid4())  # noqa: TID251 - a shell
+            schema = Schema.from_arrow(layout.TABLE_SCHEMA).to_json()
+            date_ms = self._tables.wall_ms()
+            data = log_writing.creation_json(self._topic_id, table_id, schema, date_ms)
             try:
-                await self._tables.ask(f"creating {self._uri}", self._create)
+                await self._store.put_if_absent(f"{self._path}/{layout.commit_file(0)}", data)
             except errors.TierUnavailable:
                 pass  # the outcome is unknown: the next load shows it
             snapshot = await self._load(())
             if snapshot is None:
                 raise errors.TierUnavailable(f"{self._uri}: the table could not be created")
             return snapshot
-
-    def _create(self) -> None:
-        try:
-            DeltaTable.create(
-                self._uri,
-                schema=TABLE_SCHEMA,
-                mode="ignore",
-                partition_by=[PARTITION_COLUMN],
-                configuration={**layout.TABLE_PROPERTIES, layout.TOPIC_ID_PROPERTY: self._topic_id},
-                storage_options=self._tables.options,
-                raise_if_key_not_exists=False,
-            )
-        except Exception as cause:
-            raise translated(self._uri, "creating the table", cause) from cause
 
     async def commit(self, commit: Commit) -> Snapshot:
         async with self._turn:

@@ -1,4 +1,4 @@
-"""The JSON of one commit, as pk writes it into a table's log.  Pure.
+"""The JSON of one commit, and of a table's creation, as pk writes them into its log.  Pure.
 
 pk writes its commits itself, by one put-if-absent, and deltalake only reads them.  deltalake reads
 a log several times to write one version: some ten requests, and more with the table's age
@@ -12,7 +12,7 @@ Invariants
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pk
@@ -28,6 +28,31 @@ _OPERATION: Mapping[str, Any] = {
     "operationParameters": {"mode": "Append", "partitionBy": f'["{PARTITION_COLUMN}"]'},
     "engineInfo": f"pk/{pk.__version__}",
 }
+_CREATION: Mapping[str, Any] = {
+    "operation": "CREATE TABLE",
+    "operationParameters": {"partitionBy": f'["{PARTITION_COLUMN}"]'},
+    "engineInfo": f"pk/{pk.__version__}",
+}
+
+
+def creation_json(topic_id: TopicId, table_id: str, schema: str, date_ms: int) -> bytes:
+    """Returns the content of version 0 of the table of a topic: protocol and metadata (Delta
+    protocol, "Change Metadata").  `table_id`: a new UUID, Delta's id of the table; `schema`:
+    the table's schema in Delta's JSON."""
+    metadata = {
+        "id": table_id,
+        "format": {"provider": "parquet", "options": {}},
+        "schemaString": schema,
+        "partitionColumns": [PARTITION_COLUMN],
+        "createdTime": date_ms,
+        "configuration": {**layout.TABLE_PROPERTIES, layout.TOPIC_ID_PROPERTY: topic_id},
+    }
+    protocol = {
+        "minReaderVersion": layout.READER_VERSION,
+        "minWriterVersion": layout.WRITER_VERSION,
+    }
+    info = {log_check.FILES: log_check.FileSums().text()}
+    return _lines(date_ms, _CREATION, info, [{"protocol": protocol}, {"metaData": metadata}])
 
 
 def commit_json(topic_id: TopicId, commit: Commit, date_ms: int) -> bytes:
@@ -43,9 +68,19 @@ def commit_json(topic_id: TopicId, commit: Commit, date_ms: int) -> bytes:
         _versions(topic_id, commit),
         info,
     )
-    told = {"timestamp": date_ms, **_OPERATION, **info, log_check.CHECK: ""}
-    told[log_check.CHECK] = log_check.of_actions(actions)
-    lines = [{"commitInfo": told}, *actions[1:]]
+    return _lines(date_ms, _OPERATION, info, actions[1:])
+
+
+def _lines(
+    date_ms: int,
+    operation: Mapping[str, Any],
+    info: Mapping[str, Any],
+    actions: Sequence[log_check.Action],
+) -> bytes:
+    """Returns the lines of a commit: commitInfo with the checksum of all actions, and these."""
+    check = log_check.of_actions([{"commitInfo": info}, *actions])
+    told = {"timestamp": date_ms, **operation, **info, log_check.CHECK: check}
+    lines = [{"commitInfo": told}, *actions]
     return b"".join(json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in lines)
 
 

@@ -7,10 +7,6 @@ import asyncio
 import errno
 import json
 import os
-import re
-import shutil
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -26,117 +22,14 @@ from pk.tiering.layout import PartitionCounters
 from pk.tiering.store_settings import StoreSettings
 from pk.tiering.table import (
     Commit,
-    MemoryTables,
     Snapshot,
     Table,
-    TableFactory,
     always,
     check_successor,
 )
+from tests.contract.table_kit import DAMAGE, TOPIC, TOPIC_ID, Kit, Run, alone
 
 DAY_MS = 86_400_000
-TOPIC, TOPIC_ID = "flights", "2f1c6a2e-55a0-4c87-9a6d-0d6f4f7f8f10"
-
-
-@dataclass
-class Kit:
-    """A factory of tables, and what an outsider does to a table's directory."""
-
-    factory: TableFactory
-    drop: Callable[[], None]
-    roll_back: Callable[[int], None]
-    damage: Callable[[str], Callable[[], None]]  #: what the outsider alters → how it is repaired
-
-    def table(self) -> Table:
-        return self.factory.table(TOPIC, TOPIC_ID)
-
-
-#: Changes of the newest commit's JSON: a pattern and its replacement.
-DAMAGE = {
-    "no add": (r'\{"add"', '{"aed"'),
-    "bound": (r"(maxValues.*?offset.*?)\d(\d)", r"\g<1>0\2"),
-    "end": (r'(:0:end","version":)\d', r"\g<1>9"),
-    "row sum": (r'(:0:sum","version":)\d', r"\g<1>3"),
-}
-
-
-def _altered(newest: Snapshot, what: str) -> Snapshot:
-    """Return the same damage for the fake."""
-    files, counters = dict(newest.files), dict(newest.counters)
-    path = max(files)
-    if what == "no add":
-        del files[path]
-    elif what == "bound":
-        files[path] = replace(files[path], max_offset=files[path].max_offset - 1)
-    elif what == "end":
-        counters[0] = counters[0]._replace(end=counters[0].end + 700)
-    else:
-        counters[0] = counters[0]._replace(sum=counters[0].sum ^ 1)
-    return Snapshot(newest.version, newest.table_id, files, counters, newest.protocol)
-
-
-def alone(tables: TableFactory) -> Kit:
-    """Return tables that no outsider touches."""
-    return Kit(tables, lambda: None, lambda _: None, lambda _: lambda: None)
-
-
-Run = Callable[[Callable[[Kit], Awaitable[None]]], None]
-
-
-@pytest.fixture(params=["memory", "file", pytest.param("s3", marks=pytest.mark.s3)])
-def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Run]:
-    given: dict[str, object] = {"tier_url": tmp_path.as_uri()}
-    root = tmp_path
-    if request.param == "s3":
-        gateway = request.getfixturevalue("s3_server")
-        given = gateway.server_settings(f"tables/{tmp_path.name}")
-        root = gateway.directory / "data" / gateway.bucket / "tables" / tmp_path.name
-    home = root / layout.table_path(TOPIC, TOPIC_ID)
-
-    def roll_back(versions: int) -> None:
-        logs = sorted((home / "_delta_log").glob("*.json"))
-        for path in logs[-versions:]:
-            path.unlink()
-
-    def damage(what: str) -> Callable[[], None]:
-        path = max((home / "_delta_log").glob("*.json"))
-        before = path.read_text()
-        old, new = DAMAGE[what]
-        path.write_text(re.sub(old, new, before, count=1))
-        assert path.read_text() != before
-        return lambda: path.write_text(before) and None
-
-    def go(test: Callable[[Kit], Awaitable[None]]) -> None:
-        async def whole() -> None:
-            if request.param == "memory":
-                tables = MemoryTables()
-                uri = tables.table(TOPIC, TOPIC_ID).uri
-
-                def altered(what: str) -> Callable[[], None]:
-                    tables.damage(uri, lambda newest: _altered(newest, what))
-                    return lambda: tables.repair(uri)
-
-                kit = Kit(
-                    tables,
-                    lambda: tables.drop(uri),
-                    lambda n: tables.roll_back(uri, n),
-                    altered,
-                )
-                await test(kit)
-                return
-            clock = SystemClock()
-            chosen = StoreSettings.of(settings.SERVER.resolve(given))
-            store = open_store(chosen, clock)
-            real = DeltaTables(chosen, store, clock)
-            try:
-                await test(Kit(real, lambda: shutil.rmtree(home), roll_back, damage))
-            finally:
-                await real.close()
-                await store.close()
-
-        asyncio.run(whole())
-
-    return go
 
 
 def add(partition: int, start: int, end: int, attempt: str = "a") -> NewFile:
@@ -157,6 +50,25 @@ async def created(kit: Kit) -> tuple[Table, Snapshot]:
     table = kit.table()
     assert await table.load([0, 1]) is None
     return table, await table.create()
+
+
+def test_owners_that_create_a_table_at_once_get_the_same_one(run: Run) -> None:
+    """An owner may be replaced while it creates the table: both are right, and both go on."""
+
+    async def test(kit: Kit) -> None:
+        for number in range(10):
+            owners = [kit.factory.table(f"{TOPIC}-{number}", TOPIC_ID) for _ in range(3)]
+            for owner in owners:
+                assert await owner.load([0]) is None
+            made = await asyncio.gather(*(owner.create() for owner in owners))
+            assert [each.version for each in made] == [0, 0, 0]
+            assert len({each.table_id for each in made}) == 1
+            first = await owners[1].commit(append(made[1], 0, 100))
+            seen = await owners[0].load([0])
+            assert seen is not None
+            assert seen.version == first.version == 1
+
+    run(test)
 
 
 def test_commits_follow_each_other_and_are_seen_by_another_handle(run: Run) -> None:

@@ -56,6 +56,24 @@ async def opened(root: Path) -> AsyncIterator[DeltaTables]:
         await store.close()
 
 
+def test_an_altered_creation_is_refused(tmp_path: Path) -> None:
+    """Version 0 has pk's checksum, too: of the protocol and of all metadata."""
+
+    async def created() -> None:
+        async with opened(tmp_path) as tables:
+            await tables.table(TOPIC, TOPIC_ID).create()
+
+    asyncio.run(created())
+    (path,) = tmp_path.glob("**/_delta_log/*.json")
+    raw = path.read_bytes()
+    assert log_check.read_commit("uri", 0, raw).ours
+    begin = raw.index(b"\n") + 1
+    for at in (each for each in range(begin, len(raw)) if raw[each : each + 1] != b"\n"):
+        altered = raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :]
+        with pytest.raises(errors.TierTableChanged, match=r"version 0 .* is damaged"):
+            log_check.read_commit("uri", 0, altered)
+
+
 def test_the_counters_of_an_earlier_build_keep_their_hash() -> None:
     """T2: a table whose later counters are 0 has the hash that earlier builds wrote and read."""
     assert log_check.counters_check(PartitionCounters(1, 2, 3, 4, 5, 6, 7)) == EARLIER_HASH
