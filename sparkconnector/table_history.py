@@ -48,10 +48,10 @@ def change_of(uri: str, version: int, time_ms: int, topic_id: str, data: bytes) 
         {partition: value for (partition, name), value in counters.items() if name == shown}
         for shown in _SHOWN
     )
-    if log_check.CHECK in info:
-        operation = _operation(adds, removes, {name for _, name in counters})
-    elif any("metaData" in each for each in actions) and not (adds or removes):
+    if any("metaData" in each for each in actions) and not (adds or removes):
         operation = "create" if version == 0 else str(info.get("operation", "alter")).lower()
+    elif log_check.CHECK in info:
+        operation = _operation(adds, removes, {name for _, name in counters})
     else:
         operation = str(info.get("operation", "unknown")).lower()
     return TableChange(

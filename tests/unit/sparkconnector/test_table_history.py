@@ -15,7 +15,7 @@ from pk.sparkconnector.table_history import TableChange
 from pk.tiering import layout
 from pk.tiering.data_files import DataFile, NewFile
 from pk.tiering.layout import PartitionCounters
-from pk.tiering.log_writing import commit_json
+from pk.tiering.log_writing import commit_json, creation_json
 from pk.tiering.table import Commit, Snapshot
 
 URI = "file:///lake/t"
@@ -39,6 +39,13 @@ def empty() -> Snapshot:
 
 def counters(**given: int) -> Mapping[int, PartitionCounters]:
     return {0: PartitionCounters()._replace(**given)}
+
+
+def test_the_creation() -> None:
+    content = creation_json(TOPIC_ID, "id", '{"type":"struct","fields":[]}', 7)
+    found = table_history.change_of(URI, 0, 7, TOPIC_ID, content)
+    assert (found.operation, found.files_added, found.starts, found.ends) == ("create", 0, {}, {})
+    assert found.engine.startswith("pk/")
 
 
 def test_an_append(empty: Snapshot) -> None:
