@@ -231,6 +231,15 @@ def rare_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
+def result_of(run: Run) -> RunResult:
+    """Return the result of a run.  An exception, of pk or of the simulator, is a violation like
+    any other: the campaign goes on, and the replay shows the traceback."""
+    try:
+        return run.execute()
+    except Exception as raised:
+        return RunResult(run.seed, run.world.digest, f"raised {type(raised).__name__}: {raised}")
+
+
 def run_seed(seed: int, given: dict[str, Any]) -> dict[str, Any]:
     """Run one seed and return its row of the results."""
     logging.disable(logging.CRITICAL)
@@ -239,7 +248,7 @@ def run_seed(seed: int, given: dict[str, Any]) -> dict[str, Any]:
     run.world.trace = deque(maxlen=TRACE_TAIL)  # the digest covers the whole trace
     began = os.times()
     with rare_collections():
-        report = run.execute()
+        report = result_of(run)
     ended = os.times()
     return {
         "seed": seed,

@@ -14,7 +14,8 @@ also ends the era.
 
 A copy that rotted (rule L9) counts as lost, as with a lost disk, from the moment it rots, even
 while no process has noticed the damage.  It is whole again once the damaged bytes are off the disk
-and the replica is in the committed ISR.
+and the replica is in the committed ISR.  A broker that is no replica any more has no copy.  If a
+reassignment makes it a replica again before its directory is deleted, it has the rotten copy again.
 
 Readers get an error for records that the last copies lost, and the leader does not skip them.  The
 partition stays offline until an operator asks for an unclean election (operations.py); `stranded`
@@ -86,6 +87,8 @@ class LossModel:
         #: By replica: functions that return whether each damage is still on the disk.
         self._rotten: dict[PartitionKey, dict[NodeId, list[Callable[[], bool]]]] = {}
         self._once_rotten: dict[tuple[PartitionKey, NodeId], None] = {}
+        #: the same of brokers that were replicas when their copy rotted, and are none now
+        self._left: dict[tuple[PartitionKey, NodeId], list[Callable[[], bool]]] = {}
         #: where a rotten copy keeps the other replicas from leading
         self.stranded: dict[PartitionKey, None] = {}
         #: the stranded partitions that may lose acknowledged records
@@ -165,8 +168,17 @@ class LossModel:
         self, facts: PartitionFacts, broker: NodeId, there: Callable[[], bool], now_ms: float
     ) -> None:
         """Note that the copy of `broker` is damaged as long as `there()` is true."""
-        self._rotten.setdefault(facts.key, {}).setdefault(broker, []).append(there)
         self._oracle.rotten[facts.key] = self._once_rotten[facts.key, broker] = None
+        self._counts_as_lost(facts, broker, [there], now_ms)
+
+    def _counts_as_lost(
+        self,
+        facts: PartitionFacts,
+        broker: NodeId,
+        damage: list[Callable[[], bool]],
+        now_ms: float,
+    ) -> None:
+        self._rotten.setdefault(facts.key, {}).setdefault(broker, []).extend(damage)
         plan = self._plans[facts.topic]
         self._strands(facts.key, plan)
         self._strands_known(facts)
@@ -207,11 +219,16 @@ class LossModel:
         """Take the committed metadata of a partition: its in-sync replicas may be whole again."""
         rotten = self._rotten.get(facts.key, {})
         for broker, damage in list(rotten.items()):
-            gone = broker in facts.isr and not any(there() for there in damage)
-            if gone or broker not in facts.replicas:
+            if broker not in facts.replicas:
+                self._left[facts.key, broker] = rotten.pop(broker)
+            elif broker in facts.isr and not any(there() for there in damage):
                 del rotten[broker]
         if not rotten:
             self._rotten.pop(facts.key, None)
+        for broker in facts.replicas if self._left else ():
+            damage = self._left.pop((facts.key, broker), [])
+            if any(there() for there in damage):
+                self._counts_as_lost(facts, broker, damage, self._oracle.now_ms())
         hits = self._hits.get(facts.key)
         if not hits:
             return

@@ -95,6 +95,19 @@ def test_a_rotten_copy_is_a_lost_one_until_it_is_off_the_disk_and_in_sync_again(
     assert not oracle.lossy
 
 
+def test_a_broker_that_is_a_replica_again_has_its_rotten_copy_again() -> None:
+    """A reassignment that is cancelled leaves the directory on the disk for a while."""
+    kept, _ = promise(flush_on_ack="true")
+    damage = [True, True]
+    for broker in (1, 2):
+        kept.rotted(FACTS, broker, lambda n=broker - 1: damage[n], 0.0)
+    kept.seen(FACTS._replace(replicas=(3,), isr=(3,)), {})
+    assert not kept.is_rotten(KEY, 1)
+    damage[1] = False  # the second directory is deleted
+    kept.seen(FACTS._replace(isr=(3,)), {})
+    assert (kept.is_rotten(KEY, 1), kept.is_rotten(KEY, 2)) == (True, False)
+
+
 def test_a_disk_that_goes_with_a_rotten_copy_ends_the_era_and_an_operator_may_elect() -> None:
     kept, oracle = promise()
     kept.rotted(FACTS, 1, lambda: True, 0.0)

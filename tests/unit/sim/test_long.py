@@ -16,8 +16,12 @@ from typing import Any
 import psutil
 import pytest
 
+from pk.errors import CorruptBatch
 from pk.sim import long
+from pk.sim.campaign import Run, RunResult
 from pk.sim.long import MET, CampaignProgress, main, rare_collections, verdict
+from pk.sim.options import drawn
+from pk.sim.world import SimWorld
 
 MINUTE_MS = 60_000
 
@@ -198,3 +202,14 @@ def test_a_killed_campaign_leaves_no_process(tmp_path: Path) -> None:
             workers = parent.children(recursive=True)
         campaign.kill()
     assert not psutil.wait_procs(workers, timeout=60)[1]
+
+
+def test_a_run_that_raises_is_a_failed_seed_of_a_campaign_that_goes_on() -> None:
+    class Raises(Run):
+        def execute(self) -> RunResult:
+            raise CorruptBatch("at 2682")
+
+    result = long.result_of(Raises(3, drawn(SimWorld(3).random("options"))))
+    assert result.violation == "raised CorruptBatch: at 2682"
+    assert result.seed == 3
+    assert not result.acknowledged
