@@ -233,8 +233,10 @@ class ReplicaCheck:
         if not s.current or s.leader_epoch == NONE:
             return 0, 0
         upto = s.high_watermark
-        if not s.leads and s.leader_epoch <= history.cut_epoch:
-            upto = min(upto, history.led_end)  # its HW may come from an earlier leader
+        if not s.leads and history.cut_epoch != NONE:
+            # Its HW may come from a leader before the cut.  That holds in later epochs, too: a
+            # broker that dies while it begins its log again finds its old log and HW.
+            upto = min(upto, history.led_end)
         return max(seen.compared, s.local_log_start), upto
 
     def _check_leader(self, s: ReplicaSample, history: _History, era: int) -> None:

@@ -169,8 +169,13 @@ def test_what_a_leader_before_the_loss_told_is_committed_no_more() -> None:
     assert check.check(behind) == (0, 5)
     check.check(replace(leader, log_end=7, high_watermark=7))
     assert check.check(behind) == (0, 7)
-    assert check.check(replace(behind, leader_epoch=2)) == (0, 8), "it heard this one's"
     check.committed(KEY, 2, [Mark(0, 7, 0, 1)])
+    later = replace(leader, leader_epoch=2, log_end=7, high_watermark=7)
+    check.check(later)
+    died = replace(behind, leader_epoch=2)
+    assert check.check(died) == (0, 7), "it began its log again, died, and found the old one"
+    check.check(replace(later, log_end=9))
+    assert check.check(died) == (0, 8)
     with pytest.raises(Violation, match="lacks what was committed"):
         check.check(replica(1, leads=True, leader_epoch=2, log_end=6))
 
