@@ -130,7 +130,7 @@ groups: $(VENV)/.ready ## two groups of five members: rolling restarts, coordina
 	$(PY) tests/groups/run.py $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 .PHONY: spark-exactly-once
-spark-exactly-once: $(VENV)/.jars ## a streaming query whose driver and tasks are killed at each step of a batch (STORE=file|s3, SEED=); a verdict
+spark-exactly-once: $(VENV)/.jars ## a streaming query whose driver and tasks are killed at each step of a batch (STORE=file|s3, SEED=; ARGS=--together: with commit_together); a verdict
 	$(PY) tests/spark_exactly_once/run.py --store $(or $(STORE),file) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 .PHONY: audit

@@ -1,6 +1,7 @@
 """Exactly once through Spark: a verdict over a streaming query whose driver and tasks are killed.
 
-    python tests/spark_exactly_once/run.py [--short] [--seed N] [--store file|s3] [--json FILE]
+    python tests/spark_exactly_once/run.py [--together] [--short] [--seed N] [--store file|s3]
+                                           [--json FILE]
 
 One node with a tier.  A query (driver.py) copies a topic in micro-batches of 300 records.  Its
 whole process group, or one Python worker, dies with SIGKILL at every step of a batch, several times
@@ -12,7 +13,11 @@ must hold, for each record of the source:
   - The table of the target has it once, and no record of an aborted attempt.
   - The table and the consumer agree on offset and value.
 
-Exit 1 = one of these is broken.  `--store s3` has the tier in an S3 server of its own.
+With `--together` the query writes each micro-batch to the topic and to a Delta table beside it, by
+`commit_together`.  The table, as Spark reads it, must then have each record once, too.
+
+Exit 1 = one of these is broken.  `--store s3` has the tier in an S3 server of its own; the table of
+`--together` is always in a directory, because Spark writes Delta to S3 only with hadoop-aws.
 """
 
 from __future__ import annotations
@@ -27,9 +32,10 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 for _shared in ("fixtures", "kit"):
     sys.path.insert(0, str(Path(__file__).parents[1] / _shared))
@@ -42,9 +48,15 @@ from pk import AdminClient, Producer
 from pk.cli.embedded import EmbeddedServer
 from pk.clock import block_s, monotonic_s
 
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
 SOURCE, TARGET = "in", "out"
 PARTITIONS = 3
-STEPS = ("task-begin", "task-middle", "task-end", "commit-begin", "commit-end")
+TASK_STEPS = ("task-begin", "task-middle", "task-end")
+DRIVER_STEPS = ("commit-begin", "commit-end")
+TOGETHER_STEPS = ("prepare-begin", "table-begin", "table-end", "decide-end")
+SHORT_STEPS = {*DRIVER_STEPS, "table-begin", "table-end"}
 DRIVER = Path(__file__).parent / "driver.py"
 #: New records for each run: five micro-batches, of which one of the first dies.
 RUN_RECORDS, DEATH_MAX = 1_500, 4
@@ -64,6 +76,7 @@ class Verdict(kit.Verdict):
     set_back: int = 0
     table_rows: int = 0
     aborted_rows: int = 0
+    together_rows: int | None = None
 
 
 def values(first: int, last: int) -> list[bytes]:
@@ -81,8 +94,10 @@ def fill(address: str, first: int, last: int) -> None:
 class Query:
     """The runs of the query."""
 
-    def __init__(self, address: str, folder: Path) -> None:
+    def __init__(self, address: str, folder: Path, *, together: bool = False) -> None:
         self.address, self.folder = address, folder
+        #: URL of the Delta table that gets each batch, too.
+        self.together = (folder / "together").as_uri() if together else ""
         self.checkpoint = folder / "checkpoint"
         self.runs = 0
 
@@ -96,7 +111,7 @@ class Query:
         # The group has to be known before the plan can name it, so a shell waits for one line.
         process = subprocess.Popen(
             ["sh", "-c", 'read -r _; exec "$@"', "sh", sys.executable, str(DRIVER), self.address,
-             str(self.checkpoint), str(self.folder)],
+             str(self.checkpoint), str(self.folder), *filter(None, [self.together])],
             stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         if death is not None:
@@ -143,18 +158,39 @@ def consumed(address: str, *, committed: bool) -> list[tuple[int, int, bytes]]:
     )
 
 
-def read_by_spark(address: str) -> list[tuple[int, int, bytes]]:
-    """Return (partition, offset, value) of the target, as `format("pk")` reads them."""
+@contextlib.contextmanager
+def spark_session() -> Iterator[SparkSession]:
+    """A session of this process, for one thing."""
     from pk.sparkconnector import session
 
-    spark = session(app_name="read back", master="local[2]")
+    spark = session(app_name="judge", master="local[2]")
     try:
+        yield spark
+    finally:
+        spark.stop()
+
+
+def read_by_spark(address: str) -> list[tuple[int, int, bytes]]:
+    """Return (partition, offset, value) of the target, as `format("pk")` reads them."""
+    with spark_session() as spark:
         frame = spark.read.format("pk").options(subscribe=TARGET, startingOffsets="earliest")
         rows = frame.option("pk.bootstrap.servers", address).load()
         found = rows.select("partition", "offset", "value").collect()
         return sorted((row[0], row[1], bytes(row[2])) for row in found)
-    finally:
-        spark.stop()
+
+
+def create_together(url: str) -> None:
+    """Create the table that gets each batch beside the topic."""
+    with spark_session() as spark:
+        empty = spark.range(0).selectExpr("cast(null as binary) key", "cast(null as binary) value")
+        empty.write.format("delta").save(url)
+
+
+def values_together(url: str) -> Counter[bytes]:
+    """Return how often the table beside the topic has each value."""
+    with spark_session() as spark:
+        rows = spark.read.format("delta").load(url).select("value").collect()
+    return Counter(bytes(row.value) for row in rows)
 
 
 def table_of(
@@ -183,14 +219,15 @@ def table_of(
         block_s(1)
 
 
-def deaths(rng: random.Random, *, short: bool) -> list[tuple[str, bool]]:
+def deaths(rng: random.Random, *, together: bool, short: bool) -> list[tuple[str, bool]]:
     """Return the steps at which a run dies, and whether all of it does; only tasks die alone.
 
     The last run of a short campaign loses a task only, so that it also finishes the query.
     """
-    each = [(step, True) for step in STEPS]
-    alone = [(step, False) for step in STEPS if step.startswith("task")]
-    planned = each[3:] if short else (each + alone) * 3
+    of_driver = [(step, True) for step in (TOGETHER_STEPS if together else DRIVER_STEPS)]
+    alone = [(step, False) for step in TASK_STEPS]
+    every = [(step, True) for step in TASK_STEPS] + of_driver + alone
+    planned = [each for each in of_driver if each[0] in SHORT_STEPS] if short else every * 3
     rng.shuffle(planned)
     return [*planned, alone[1]] if short else planned
 
@@ -198,7 +235,7 @@ def deaths(rng: random.Random, *, short: bool) -> list[tuple[str, bool]]:
 def campaign(query: Query, rng: random.Random, verdict: Verdict, *, short: bool) -> None:
     """Kill the query at each step, with new records for each run, and let it finish."""
     records, last = (SHORT_RECORDS, SHORT_DEATH_MAX) if short else (RUN_RECORDS, DEATH_MAX)
-    for step, whole in deaths(rng, short=short):
+    for step, whole in deaths(rng, together=bool(query.together), short=short):
         fill(query.address, verdict.records, verdict.records + records)
         verdict.records += records
         before = query.batches
@@ -234,10 +271,16 @@ def judge(query: Query, verdict: Verdict, options: dict[str, str] | None) -> Non
     rows = table_of(address, options, ends)
     verdict.table_rows = len(rows)
     verdict.check(rows == got, f"the table has {len(rows)} rows, the consumer {len(got)}")
+    if query.together:
+        beside = values_together(query.together)
+        verdict.together_rows = beside.total()
+        lost, more = wanted - beside, beside - wanted
+        verdict.check(not lost, f"the table beside lacks {lost.total()}: {sorted(lost)[:3]}")
+        verdict.check(not more, f"the table beside repeats {more.total()}: {sorted(more)[:3]}")
     verdict.batches = query.batches
 
 
-def run(seed: int, store: str, work: Path, *, short: bool = False) -> Verdict:
+def run(seed: int, store: str, work: Path, *, together: bool, short: bool) -> Verdict:
     """Run the campaign in `work`; returns its verdict."""
     verdict = Verdict(seed, store)
     settings = {"tier_max_lag_ms": 2_000, "participant_lease_ms": 20_000}
@@ -248,7 +291,9 @@ def run(seed: int, store: str, work: Path, *, short: bool = False) -> Verdict:
         with AdminClient(server.address) as admin:
             admin.create_topic(SOURCE, PARTITIONS, {"retention_ms": -1, "tier_enable": False})
             admin.create_topic(TARGET, PARTITIONS, {"retention_ms": -1, "segment_ms": 5_000})
-        query = Query(server.address, work)
+        query = Query(server.address, work, together=together)
+        if together:
+            create_together(query.together)
         campaign(query, random.Random(seed), verdict, short=short)
         judge(query, verdict, options)
     return verdict
@@ -257,6 +302,7 @@ def run(seed: int, store: str, work: Path, *, short: bool = False) -> Verdict:
 def main() -> int:
     """Run the campaign of the command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--together", action="store_true", help="by commit_together")
     parser.add_argument("--short", action="store_true", help="three deaths")
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--store", choices=("file", "s3"), default="file")
@@ -265,7 +311,8 @@ def main() -> int:
     seed = random.randrange(1 << 31) if given.seed is None else given.seed
     print(f"SEED {seed}", flush=True)
     with tempfile.TemporaryDirectory(prefix="pk-spark-exactly-once-") as folder:
-        verdict = run(seed, given.store, Path(folder), short=given.short)
+        work = Path(folder)
+        verdict = run(seed, given.store, work, together=given.together, short=given.short)
     for name, value in asdict(verdict).items():
         print(f"{name:15} {value}")
     if given.json:
