@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from real_cluster import until, values
 
-from pk import AdminClient, Producer, errors
+from pk import AdminClient, Producer, errors, transactional_ids
 from pk.cli.embedded import EmbeddedCluster
-from pk.client.admin import NewTopic
+from pk.client.admin import NewTopic, PartitionDescription
 
 pytestmark = pytest.mark.integration
 
@@ -48,6 +48,48 @@ def test_a_commit_without_its_coordinator_has_no_outcome_until_it_returns(
         cluster.start_nodes(down)
         until(lambda: _commits(producer), "no outcome")
         until(lambda: values(cluster.address, "t") == [b"open"] * 3, "not whole")
+
+
+@pytest.mark.long
+def test_a_coordinator_without_enough_replicas_names_them(tmp_path: Path) -> None:
+    """The coordinator's other two replicas are gone, and the controllers have noticed it.
+
+    The controllers' majority, the transaction's own partitions and the producer are well.
+    """
+    with EmbeddedCluster(tmp_path, nodes=5) as cluster, contextlib.ExitStack() as stack:
+        admin = stack.enter_context(AdminClient(cluster.address))
+        options = {"transactional_id": "id", "max_block_ms": 8_000}
+        producer = stack.enter_context(Producer(cluster.address, **options))
+        until(lambda: _in_service(producer), "no coordinator")
+
+        def replicas() -> PartitionDescription:
+            return next(
+                each
+                for each in admin.describe_topics([transactional_ids.TOPIC], timeout_s=WAIT_S)
+                if each.partition == transactional_ids.partition_of_id("id")
+            )
+
+        until(lambda: len(replicas().isr) == 3, "three replicas")
+        described = replicas()
+        down = [each for each in described.replicas if each != described.leader]
+        (made,) = admin.create_topics(
+            [NewTopic("t", replica_assignment=[[described.leader]] * 2)], timeout_s=WAIT_S
+        )
+        assert made.error is None
+        producer.begin_transaction()
+        for partition in range(2):
+            producer.send("t", b"open", partition=partition)
+        producer.flush(WAIT_S)
+        for each in down:
+            cluster.kill(each)
+        until(lambda: list(replicas().isr) == [described.leader], "the controllers see no death")
+        with pytest.raises(errors.RequestTimedOut, match="call commit_transaction again") as raised:
+            producer.commit_transaction()
+        assert "1 in-sync replicas, 2 are required" in str(raised.value)
+        assert raised.value.retriable
+        cluster.start_nodes(down)
+        until(lambda: _commits(producer), "no outcome")
+        until(lambda: values(cluster.address, "t") == [b"open"] * 2, "not whole")
 
 
 def _in_service(producer: Producer) -> bool:
