@@ -41,6 +41,8 @@ BLOCK = 4096
 
 #: What the error of a full disk says.
 NO_ROOM = "no space for"
+#: What the error of an operation says that found no descriptor.
+NO_DESCRIPTOR = "Too many open files"
 #: The operations that need space: for data, or for names in directories.
 GROWING = ("append", "write_at", "create", "make_dir", "rename")
 #: The operations that need a descriptor: they open a file or a directory, or open a file again

@@ -18,7 +18,7 @@ from pk.sim.clock_faults import ClockFaults
 from pk.sim.cluster import SimCluster
 from pk.sim.compaction_faults import CompactionFaults
 from pk.sim.corruption import Corruption
-from pk.sim.disk import GROWING, NO_ROOM, OPENING
+from pk.sim.disk import GROWING, NO_DESCRIPTOR, NO_ROOM, OPENING
 from pk.sim.format_faults import FormatFaults
 from pk.sim.identity_faults import IdentityFaults
 from pk.sim.machine import DISKS, POWER_OFF_MS, RESTART_MS, KillableStorage, SimMachine
@@ -481,7 +481,7 @@ class Faults:
                 return None
             self._meet("operations without a descriptor")
             self._world.record(f"no descriptor in {storage.root} for {operation} {path}")
-            return errors.StorageFull(f"{storage.root}: {operation} {path}: Too many open files")
+            return errors.StorageFull(f"{storage.root}: {operation} {path}: {NO_DESCRIPTOR}")
 
         self._break(storage, fault, (200, 3_000))
 

@@ -18,7 +18,7 @@ from pk.client.fetcher_events import Consumed, Seek
 from pk.client.offsets import EARLIEST
 from pk.client.options import consumer_options
 from pk.sim.checkers import ReaderCheck, ReadRow, Violation
-from pk.sim.disk import NO_ROOM
+from pk.sim.disk import NO_DESCRIPTOR, NO_ROOM
 from pk.sim.options import TopicPlan
 from pk.sim.oracle import Oracle, digest_of, id_of
 from pk.sim.workload import DAMAGE, RETRIES, OnTrouble, cluster_of, watched
@@ -203,7 +203,7 @@ class SimConsumer:
             for plan in self._topics:
                 if f"topic {plan.name} " in error.message:
                     self.check.forget(plan.name)
-        elif not isinstance(error, _EXPLAINED) and not _for_want_of_room(error):
+        elif not isinstance(error, _EXPLAINED) and not _for_want_of_something(error):
             self._trouble(f"V5: {self.check.name} was told {error!r}")
 
     def _truncated(self, error: errors.LogTruncated) -> None:
@@ -216,14 +216,15 @@ class SimConsumer:
             self.engine.step(Seek(place, EARLIEST))
 
 
-def _for_want_of_room(error: errors.PkError) -> bool:
-    """Return whether the error comes from a full disk.
+def _for_want_of_something(error: errors.PkError) -> bool:
+    """Return whether the error comes from a full disk, or from a lack of descriptors.
 
-    A log that a full disk left incomplete is offline until there is space; until then it is a
-    matter for an operator (replica/creation N4).  The simulated disk raises this error only while
-    it is full.
+    A log that either of them left incomplete is offline until it can be opened again; until then it
+    is a matter for an operator (replica/creation N4).  The simulated disk raises these errors only
+    while the fault lasts.
     """
-    return isinstance(error, errors.StorageFailed) and NO_ROOM in error.message
+    wanting = NO_ROOM in error.message or NO_DESCRIPTOR in error.message
+    return isinstance(error, errors.StorageFailed) and wanting
 
 
 async def read_all(

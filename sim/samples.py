@@ -416,9 +416,8 @@ class Observer:
             at = found.next_offset
         if leads:
             self._check_leader(broker, partition, state.leader_epoch)
-        elif log.log_start < log.local_log_start <= sample.high_watermark and not rotten:
-            # A replica with a lower HW is just being truncated.  A damaged one may lack its first
-            # segments.
+        elif relies_on_tier(log, sample.high_watermark) and not rotten:
+            # A damaged replica may lack its first segments.
             counters = self._table(partition)
             covered = NONE if counters is None else counters.end
             self.invariants.check_local(
@@ -511,6 +510,16 @@ class Observer:
             if replayed.offset == upto:
                 words = "{} is not what its log says: {}"
                 require(replayed == image, "V11", words, name, image)
+
+
+def relies_on_tier(log: PartitionLog, high_watermark: int) -> bool:
+    """Return whether a follower takes what it lacks at the front for records of the tier.
+
+    A replica with a lower high watermark is just being truncated.  A blank log has no records, and
+    begins again as a new replica (log/loading O2): its log start is lowered before its segment
+    goes, and its process may die in between.
+    """
+    return log.log_start < log.local_log_start <= high_watermark and not log.blank
 
 
 def _epoch_of(partition: Partition) -> int:
