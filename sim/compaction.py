@@ -32,7 +32,7 @@ from pk.sim.compaction_history import (
 )
 from pk.sim.options import SimOptions, TopicPlan
 from pk.sim.oracle import RecordId, digest_of, value_of
-from pk.sim.readers import DRAIN_MS, _for_want_of_something, taken
+from pk.sim.readers import DRAIN_MS, _out_of_resources, taken
 from pk.sim.workload import DELIVERY_MS, OPEN_MS, RETRIES, OnTrouble, cluster_of, watched
 from pk.types import Offset, TopicPartition
 from pk.world import World
@@ -253,4 +253,4 @@ def _explained(shared: CompactionClient, place: TopicPartition, error: errors.Pk
     if isinstance(error, errors.DamagedTierFile):
         return any(path in error.message for path in shared.rotten)
     late = errors.RetriableError, errors.UnknownTopicId
-    return isinstance(error, late) or _for_want_of_something(error)
+    return isinstance(error, late) or _out_of_resources(error)

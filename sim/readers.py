@@ -203,7 +203,7 @@ class SimConsumer:
             for plan in self._topics:
                 if f"topic {plan.name} " in error.message:
                     self.check.forget(plan.name)
-        elif not isinstance(error, _EXPLAINED) and not _for_want_of_something(error):
+        elif not isinstance(error, _EXPLAINED) and not _out_of_resources(error):
             self._trouble(f"V5: {self.check.name} was told {error!r}")
 
     def _truncated(self, error: errors.LogTruncated) -> None:
@@ -216,15 +216,15 @@ class SimConsumer:
             self.engine.step(Seek(place, EARLIEST))
 
 
-def _for_want_of_something(error: errors.PkError) -> bool:
+def _out_of_resources(error: errors.PkError) -> bool:
     """Return whether the error comes from a full disk, or from a lack of descriptors.
 
     A log that either of them left incomplete is offline until it can be opened again; until then it
     is a matter for an operator (replica/creation N4).  The simulated disk raises these errors only
     while the fault lasts.
     """
-    wanting = NO_ROOM in error.message or NO_DESCRIPTOR in error.message
-    return isinstance(error, errors.StorageFailed) and wanting
+    lacking = NO_ROOM in error.message or NO_DESCRIPTOR in error.message
+    return isinstance(error, errors.StorageFailed) and lacking
 
 
 async def read_all(

@@ -26,7 +26,7 @@ from pk.client.transaction_manager import TransactionCall
 from pk.sim.checkers import Violation
 from pk.sim.options import SimOptions
 from pk.sim.oracle import Oracle, RecordId, digest_of, value_of
-from pk.sim.readers import DRAIN_MS, _for_want_of_something, rows_of, taken
+from pk.sim.readers import DRAIN_MS, _out_of_resources, rows_of, taken
 from pk.sim.transaction_checkers import ReadersCheck
 from pk.sim.transaction_history import (
     Transaction,
@@ -375,7 +375,7 @@ class TransactionReader:
             return
         # a broker that is behind in the metadata log does not know the topic yet
         late = errors.RetriableError, errors.UnknownTopicId
-        explained = isinstance(error, late) or _for_want_of_something(error)
+        explained = isinstance(error, late) or _out_of_resources(error)
         if isinstance(error, errors.DamagedTierFile):
             explained = any(error.details["path"] in path for path in oracle.rotten_files)
         if not explained:

@@ -12,7 +12,7 @@ from pk.sim.checkers import ReaderCheck, ReadRow, Violation
 from pk.sim.disk import SimStorage
 from pk.sim.options import TopicPlan
 from pk.sim.oracle import Oracle, Outcome, RecordId
-from pk.sim.readers import SimConsumer, _for_want_of_something
+from pk.sim.readers import SimConsumer, _out_of_resources
 from pk.sim.workload import SimProducer
 from pk.types import TopicPartition
 
@@ -22,12 +22,12 @@ def test_only_a_full_disk_and_a_lack_of_descriptors_take_a_log_for_a_while() -> 
     storage.capacity = 1
     with pytest.raises(errors.StorageFull) as full:
         storage.replace_file("log", bytes(2))
-    assert _for_want_of_something(errors.StorageFailed(full.value.message))
-    assert not _for_want_of_something(full.value), "that is explained by itself"
-    assert not _for_want_of_something(errors.StorageFailed("n1.d1 is offline: it failed"))
+    assert _out_of_resources(errors.StorageFailed(full.value.message))
+    assert not _out_of_resources(full.value), "that is explained by itself"
+    assert not _out_of_resources(errors.StorageFailed("n1.d1 is offline: it failed"))
     wanting = "n4.d1: read topics/t-0/00000000000000000039.log: Too many open files"
-    assert _for_want_of_something(errors.StorageFailed(wanting))
-    assert not _for_want_of_something(errors.StorageFull(wanting)), "that is explained by itself"
+    assert _out_of_resources(errors.StorageFailed(wanting))
+    assert not _out_of_resources(errors.StorageFull(wanting)), "that is explained by itself"
 
 
 PLACE = TopicPartition("t", 0)
