@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
-from pk import errors
+from pk import errors, event_loops
 from pk.client.waiting import FOREVER_S, WakeupSignal
 from pk.clock import SystemClock
 from pk.wire.socket_network import PkNetwork
@@ -50,7 +50,7 @@ class LoopThread:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.users = 0
-        self.loop = asyncio.new_event_loop()
+        self.loop = event_loops.EventLoop()
         self.world = World(
             clock=SystemClock(),
             network=PkNetwork(),

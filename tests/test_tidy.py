@@ -117,7 +117,7 @@ WORLD_GENERIC = {
 #: ◦ shells: they own a piece of the operating system, grpc, a terminal or Spark.
 SHELLS = {
     "pk.clock",
-    "pk.descriptors",
+    "pk.descriptors", "pk.event_loops",
     "pk.tracing",
     "pk.wire.grpc_network",
     "pk.wire.memory",
@@ -167,7 +167,7 @@ SHELLS = {
 
 #: What only a shell may import.
 OUTSIDE = {
-    "asyncio", "concurrent", "ctypes", "fcntl", "glob", "http", "logging", "mmap",
+    "asyncio", "concurrent", "ctypes", "fcntl", "glob", "http", "logging", "mmap", "uvloop",
     "multiprocessing", "os", "pathlib", "queue", "resource", "secrets", "select", "shutil",
     "signal", "socket", "subprocess", "sys", "tempfile", "threading", "time", "urllib.request",
     "deltalake", "fsspec", "grpc", "prometheus_client", "pyspark", "rich", "s3fs", "typer",

@@ -39,7 +39,7 @@ from hashlib import sha1
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pk import descriptors, errors, formats, settings, tracing
+from pk import descriptors, errors, event_loops, formats, settings, tracing
 from pk.clock import Clock, SystemClock
 from pk.server.node.settings import bootstrap_of, peers_of, roles_of, voters_of
 from pk.tasks import TaskRegistry
@@ -284,7 +284,7 @@ def process_main(role: str, run: RunConfig, serve: Callable[[RoleContext], Await
     if role == "tier":
         os.nice(TIER_NICENESS)  # P1: bulk work yields
     try:
-        asyncio.run(_run(role, run, serve))
+        event_loops.run(_run(role, run, serve))
     except errors.PkError as error:
         name, code = type(error).__name__, error.code
         failed = {"failed": role, "error": name, "code": code, "message": error.message}

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
-from pk import errors
+from pk import errors, event_loops
 from pk.wire.memory import InboundMemory
 from pk.wire.socket_network import PkNetwork
 from pk.world import Listener, Stream, StreamHandler, StreamKind
@@ -23,7 +23,7 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
         async with asyncio.timeout(PATIENCE_S):
             await test()
 
-    asyncio.run(main())
+    event_loops.run(main())
 
 
 def framed(frame: bytes) -> bytes:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from pk import limits
+from pk import event_loops, limits
 from pk.clock import Clock, SystemClock
 from pk.sim.world import SimWorld
 from pk.wire import grpc_network
@@ -75,7 +75,7 @@ def _run_real(test: Test, address: str, transport: str = "pk") -> None:
         # grpc has one poller for all loops of a process, and may still notify a closed loop.
         assert not [each for each in failures if "PollerCompletionQueue" not in each["message"]]
 
-    asyncio.run(main())
+    event_loops.run(main())
 
 
 @pytest.fixture(
@@ -423,6 +423,7 @@ def test_a_killed_process_is_noticed_at_once() -> None:
     """
     code = (
         "import asyncio\n"
+        "from pk import event_loops\n"
         "from pk.wire.grpc_network import GrpcNetwork\n"
         "async def main():\n"
         "    async def serve(kind, stream):\n"
@@ -431,7 +432,7 @@ def test_a_killed_process_is_noticed_at_once() -> None:
         "    listener = await GrpcNetwork().listen('127.0.0.1:0', serve)\n"
         "    print(listener.address, flush=True)\n"
         "    await asyncio.Event().wait()\n"
-        "asyncio.run(main())\n"
+        "event_loops.run(main())\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
@@ -449,4 +450,4 @@ def test_a_killed_process_is_noticed_at_once() -> None:
                     pytest.fail(f"connected: {await network.connect(address, StreamKind.CONTROL)}")
             await network.close()
 
-        asyncio.run(main())
+        event_loops.run(main())

@@ -447,6 +447,7 @@ def test_a_killed_process_is_noticed_at_once() -> None:
     """R7: also on a data stream."""
     code = (
         "import asyncio\n"
+        "from pk import event_loops\n"
         "from pk.wire.socket_network import PkNetwork\n"
         "async def main():\n"
         "    async def serve(kind, stream):\n"
@@ -455,7 +456,7 @@ def test_a_killed_process_is_noticed_at_once() -> None:
         "    listener = await PkNetwork().listen('127.0.0.1:0', serve)\n"
         "    print(listener.address, flush=True)\n"
         "    await asyncio.Event().wait()\n"
-        "asyncio.run(main())\n"
+        "event_loops.run(main())\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
