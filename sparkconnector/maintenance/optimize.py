@@ -2,8 +2,14 @@
 
 The driver plans on one version and holds the lease of the table.  Each executor task merges the
 files of one run into one file and puts it into the store.  The driver hands the runs over in
-portions.  If the owner refuses one because a file is gone meanwhile (another engine's OPTIMIZE,
-retention), the driver plans again on the newest version.
+portions.  The owner refuses a portion of which a file is gone meanwhile (another engine's OPTIMIZE,
+retention).  The driver then hands over the runs that the newest version still has, and plans the
+others again.
+
+Invariants
+  O1  Only files below the first version's ends are merged: the job ends however much comes.
+  O2  Where files of a run went, the next plan leaves twice as many files at the partition's begin
+      alone.  Retention takes the oldest files, so under a constant one the rest lands.
 """
 
 from __future__ import annotations
@@ -35,8 +41,10 @@ TARGET_BYTES = 128 << 20
 LEVEL = 9
 #: Files that a hand-over replaces, about.
 FILES_PER_COMMIT = 400
-#: Plans on a newer version after a refusal, before the job gives up.
+#: Plans on a newer version after a refusal.
 ROUNDS_MAX = 8
+#: How often the runs of one portion that are still in the table are handed over.
+HAND_OVERS_MAX = 8
 
 
 @dataclass(slots=True, frozen=True)
@@ -50,7 +58,8 @@ class OptimizeReport:
     rewritten_rows: int
     rewritten_bytes: int  #: of the files that were replaced
     written_bytes: int
-    plans: int  #: 1, and one more for each refused hand-over
+    plans: int  #: versions on which the job planned
+    refused_runs: int = 0  #: that were merged, and not used because a file of theirs was gone
 
     @property
     def outcome(self) -> str:
@@ -58,10 +67,11 @@ class OptimizeReport:
 
     def summary(self) -> str:
         """Return the result as one line."""
+        refused = f"; {self.refused_runs} runs lost files meanwhile" if self.refused_runs else ""
         return (
             f"version {self.version}: {self.files_before} files before, {self.files_after} after; "
             f"{self.rewritten_rows} rows rewritten, {self.rewritten_bytes} bytes became "
-            f"{self.written_bytes}"
+            f"{self.written_bytes}{refused}"
         )
 
 
@@ -99,41 +109,94 @@ def optimize(
             raise errors.UnknownTopicId(
                 f"topic {topic} was deleted and created again: run it again"
             )
-        return _optimize(spark, place, partitions, lease, target_bytes)
+        return _Optimize(spark, place, partitions, lease, target_bytes).run()
 
 
-def _optimize(
-    spark: SparkSession,
-    place: TablePlace,
-    partitions: Sequence[int],
-    lease: MaintenanceLease,
-    target_bytes: int,
-) -> OptimizeReport:
-    done: list[MergedRun] = []
-    first: TableVersion | None = None
-    for plans in range(1, ROUNDS_MAX + 1):
-        version = tables.newest(place, partitions)
-        first = first or version
-        runs = optimize_plan.plan(version.snapshot, target_bytes)
-        try:
+class _Optimize:
+    """One run of the job."""
+
+    def __init__(
+        self,
+        spark: SparkSession,
+        place: TablePlace,
+        partitions: Sequence[int],
+        lease: MaintenanceLease,
+        target_bytes: int,
+    ) -> None:
+        self._spark = spark
+        self._place = place
+        self._partitions = partitions
+        self._lease = lease
+        self._target_bytes = target_bytes
+        self._done: list[MergedRun] = []
+        self._refused = 0
+        self._left_alone: dict[int, int] = {}  #: files at the begin of a partition (O2)
+
+    def run(self) -> OptimizeReport:
+        """Merge the files, and return the report."""
+        first = version = tables.newest(self._place, self._partitions)
+        ends = {each: first.snapshot.partition(each).end for each in self._partitions}
+        plans = 0
+        while plans < ROUNDS_MAX:
+            plans += 1
+            runs = optimize_plan.plan(
+                version.snapshot, self._target_bytes, ends=ends, left_alone=self._left_alone
+            )
+            before = self._refused
             for some in _portions(runs):
-                done += _merge_and_commit(spark, version, some, lease)
-        except errors.UnknownTierRange:
-            continue  # the files changed: plan again on the newest version
-        last = tables.newest(place, partitions).snapshot
+                self._merge_and_commit(version, some)
+            version = tables.newest(self._place, self._partitions)
+            if self._refused == before:
+                break
+        if self._refused and not self._done:
+            raise errors.UnknownTierRange(
+                f"{self._place.uri}: the files changed during each of {ROUNDS_MAX} attempts: run "
+                "the job again"
+            )
         return OptimizeReport(
-            place.topic,
-            last.version,
+            self._place.topic,
+            version.snapshot.version,
             len(first.snapshot.files),
-            len(last.files),
-            sum(file.rows for each in done for file in each.run.files),
-            sum(file.size for each in done for file in each.run.files),
-            sum(wire.AddFile.FromString(each.add).size for each in done),
+            len(version.snapshot.files),
+            sum(file.rows for each in self._done for file in each.run.files),
+            sum(file.size for each in self._done for file in each.run.files),
+            sum(wire.AddFile.FromString(each.add).size for each in self._done),
             plans,
+            self._refused,
         )
-    raise errors.UnknownTierRange(
-        f"{place.uri}: the files changed during each of {ROUNDS_MAX} attempts: run the job again"
-    )
+
+    def _merge_and_commit(self, version: TableVersion, runs: Sequence[MergeRun]) -> None:
+        self._lease.check()
+        tasks = [MergeTask(self._place, run) for run in runs]
+        merged: list[MergedRun] = tables.run_tasks(
+            self._spark, tasks, merge, f"pk optimize {self._place.topic}"
+        )
+        for _ in range(HAND_OVERS_MAX):
+            try:
+                self._lease.commit(hand_over(version, merged))
+            except (errors.UnknownTierRange, errors.FencedLeaderEpoch):
+                version = tables.newest(self._place, self._partitions)
+                merged = self._still_there(version, merged)
+                if not merged:
+                    return
+            else:
+                self._done += merged
+                return
+        self._refused += len(merged)
+
+    def _still_there(self, version: TableVersion, merged: Sequence[MergedRun]) -> list[MergedRun]:
+        """Return the runs whose files the table still has; note how many files the others lost."""
+        found = []
+        for each in merged:
+            gone = optimize_plan.files_gone(version.snapshot, each.run)
+            if gone:
+                self._refused += 1
+                partition = each.run.partition
+                known = self._left_alone.get(partition, 0)
+                self._left_alone[partition] = max(known, 2 * gone)
+            else:
+                found.append(each)
+        return found
 
 
 def _portions(runs: Sequence[MergeRun]) -> Iterator[list[MergeRun]]:
@@ -146,18 +209,6 @@ def _portions(runs: Sequence[MergeRun]) -> Iterator[list[MergeRun]]:
         some.append(run)
     if some:
         yield some
-
-
-def _merge_and_commit(
-    spark: SparkSession, version: TableVersion, runs: Sequence[MergeRun], lease: MaintenanceLease
-) -> list[MergedRun]:
-    lease.check()
-    tasks = [MergeTask(version.place, run) for run in runs]
-    merged: list[MergedRun] = tables.run_tasks(
-        spark, tasks, merge, f"pk optimize {version.place.topic}"
-    )
-    lease.commit(hand_over(version, merged))
-    return merged
 
 
 def hand_over(version: TableVersion, merged: Sequence[MergedRun]) -> wire.CommitToTableRequest:

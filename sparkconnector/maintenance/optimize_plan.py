@@ -12,7 +12,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from pk.tiering import accounting
@@ -32,14 +32,36 @@ class MergeRun(NamedTuple):
     files: tuple[DataFile, ...]
 
 
-def plan(snapshot: Snapshot, target_bytes: int) -> list[MergeRun]:
-    """Return the runs to merge, by partition and offset."""
+def plan(
+    snapshot: Snapshot,
+    target_bytes: int,
+    *,
+    ends: Mapping[int, Offset] | None = None,
+    left_alone: Mapping[int, int] | None = None,
+) -> list[MergeRun]:
+    """Return the runs to merge, by partition and offset.
+
+    ends: files that reach beyond the end of their partition here are in no run
+    left_alone: how many files at the begin of a partition are in no run
+    """
     found: list[MergeRun] = []
     for partition in sorted(snapshot.counters):
         start = snapshot.partition(partition).start
         live = [f for f in snapshot.files_of(partition) if f.max_offset >= start]
+        if ends is not None:
+            live = [f for f in live if f.max_offset < ends.get(partition, start)]
+        if left_alone is not None and (count := left_alone.get(partition)):
+            live = sorted(live, key=accounting.held_by)[count:]
         found += _runs(partition, live, target_bytes)
     return found
+
+
+def files_gone(snapshot: Snapshot, run: MergeRun) -> int:
+    """Return how many files of a run `snapshot` has no more, or has below its partition's start."""
+    start = snapshot.partition(run.partition).start
+    return sum(
+        snapshot.files.get(file.path) != file or file.max_offset < start for file in run.files
+    )
 
 
 def _runs(partition: int, files: Sequence[DataFile], target_bytes: int) -> list[MergeRun]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import hypothesis.strategies as st
 from hypothesis import given
 
-from pk.sparkconnector.maintenance.optimize_plan import FILES_PER_RUN_MAX, plan
+from pk.sparkconnector.maintenance.optimize_plan import FILES_PER_RUN_MAX, files_gone, plan
 from pk.tiering import accounting, layout
 from pk.tiering.data_files import DataFile
 from pk.tiering.layout import DataName, PartitionCounters
@@ -73,3 +74,35 @@ def test_runs_are_bounded_and_disjoint(sizes: list[int], target: int) -> None:
         assert held[0][0] == run.start
         assert held[-1][1] == run.end
         assert all(a[1] == b[0] for a, b in pairwise(held))
+
+
+def test_files_at_the_begin_can_be_left_alone() -> None:
+    files = [data(0, 10), data(10, 20), data(20, 30), data(0, 10, partition=1)]
+    files.append(data(10, 20, partition=1))
+    counters = {0: PartitionCounters(), 1: PartitionCounters()}
+    snapshot = Snapshot(1, "id", {f.path: f for f in files}, counters)
+    found = [
+        (each.partition, each.start, each.end) for each in plan(snapshot, 100, left_alone={0: 1})
+    ]
+    assert found == [(0, 10, 30), (1, 0, 20)]
+
+
+def test_files_beyond_an_end_can_be_left_out() -> None:
+    files = [data(0, 10), data(10, 20), data(20, 30), data(30, 40)]
+    snapshot = Snapshot(1, "id", {f.path: f for f in files}, {0: PartitionCounters()})
+    found = plan(snapshot, 100, ends={0: 30})
+    assert [(each.start, each.end) for each in found] == [(0, 30)]
+    assert plan(snapshot, 100, ends={}) == []
+
+
+def test_files_that_are_gone_are_counted() -> None:
+    """A file below the start is gone before a version drops it."""
+    files = [data(0, 10), data(10, 20), data(20, 30)]
+    first = Snapshot(1, "id", {f.path: f for f in files}, {0: PartitionCounters()})
+    (run,) = plan(first, 100)
+    assert files_gone(first, run) == 0
+    left = {f.path: f for f in files[1:]}
+    assert files_gone(Snapshot(2, "id", left, {0: PartitionCounters(start=10)}), run) == 1
+    assert files_gone(Snapshot(3, "id", left, {0: PartitionCounters(start=20)}), run) == 2
+    changed = {**first.files, files[1].path: replace(files[1], rows=9)}
+    assert files_gone(Snapshot(4, "id", changed, {0: PartitionCounters()}), run) == 1
