@@ -28,7 +28,7 @@ PYTEST := $(PY) -m pytest -q --durations=20 --durations-min=15 $(ARGS)
 SPREAD := -n 2 --dist worksteal
 REAL_SPREAD := -n 3 --dist loadfile
 FAST := $(wildcard tests/unit tests/contract tests/property tests/soak tests/chaos tests/jepsen)
-REAL := $(wildcard tests/contract tests/integration tests/spark tests/s3 tests/chaos tests/audit tests/eos tests/groups tests/jepsen tests/spark_exactly_once tests/golden tests/soak)
+REAL := $(wildcard tests/contract tests/integration tests/spark tests/s3 tests/chaos tests/audit tests/owners tests/eos tests/groups tests/jepsen tests/spark_exactly_once tests/golden tests/soak)
 # Few files: the others need not be collected again.
 ALONE = $(shell grep -rl --include='test_*.py' 'mark\.alone' $(REAL))
 PLAIN := not s3 and not spark and not chaos and not peer
@@ -136,6 +136,10 @@ spark-exactly-once: $(VENV)/.jars ## a streaming query whose driver and tasks ar
 .PHONY: audit
 audit: $(VENV)/.jars ## maintained tables: jobs, tier processes and leaders killed, OPTIMIZE from outside (STORE=file|s3, SEED=); a verdict table
 	$(PY) tests/audit/run.py --store $(or $(STORE),file) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+.PHONY: owners
+owners: $(VENV)/.jars ## ten owners of one table of 100,000 files, under constant retention and the job optimize (STORE=file|s3); a verdict
+	$(PY) tests/owners/run.py --store $(or $(STORE),file) $(ARGS)
 
 .PHONY: jepsen
 jepsen: $(VENV)/.ready ## Jepsen's queue workload: sends, polls, transactions under kills, pauses, cut links (SECONDS=, ROUNDS=, SEED=); a verdict table
