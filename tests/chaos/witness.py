@@ -96,8 +96,22 @@ class Witness:
         finally:
             await network.close()
 
+    async def _open(self, network: PkNetwork) -> Stream:
+        """Open a stream; a broker of a busy machine may be silent for longer than one attempt."""
+        while True:
+            try:
+                stream, _ = await open_stream(network, self.address, StreamKind.PRODUCE, HELLO)
+            except errors.BrokerUnavailable as silent:
+                name = type(silent).__name__
+                self.refused[name] = self.refused.get(name, 0) + 1
+                if self._stop.is_set():
+                    raise
+                await CLOCK.sleep_ms(PAUSE_MS)
+            else:
+                return stream
+
     async def _ask_on(self, network: PkNetwork) -> None:
-        stream, _ = await open_stream(network, self.address, StreamKind.PRODUCE, HELLO)
+        stream = await self._open(network)
         while not self._stop.is_set():
             sent_at = monotonic_s()
             try:
@@ -116,7 +130,7 @@ class Witness:
         stream.close()
 
     async def _wait_parked(self, network: PkNetwork) -> None:
-        stream, _ = await open_stream(network, self.address, StreamKind.PRODUCE, HELLO)
+        stream = await self._open(network)
         while not self._park.is_set():
             if self._stop.is_set():
                 return
