@@ -45,7 +45,7 @@ TOPIC = "wide"
 OWNERS, SHORT_OWNERS = 10, 3
 FILES, SHORT_FILES = 100_000, 300
 VOTERS = 3
-PARTITIONS, SHORT_PARTITIONS = 40, 5  #: of each owner
+PARTITIONS, SHORT_PARTITIONS = 80, 5  #: of each owner
 RECORDS, VALUE_BYTES = 10, 120  #: of one batch, which fills one file
 MAX_LAG_MS = 60_000
 #: Batches a second, in all: while the table is filled, and afterwards.
