@@ -22,6 +22,7 @@ Exit 1 = one of these is broken.  A short run has one node, and kills each twice
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import subprocess
 import sys
@@ -276,6 +277,7 @@ class Campaign:
                 "--master", "local[2]",
             ),
             capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+            env={**os.environ, **(self._options or {})},
         )  # fmt: skip
         told = f"{done.stdout}{done.stderr}"[-2_000:]
         self._verdict.check(done.returncode == 0, f"audit of {topic}: {done.returncode}, {told}")

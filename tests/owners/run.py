@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -160,8 +161,16 @@ class Lag(threading.Thread):
 class Run:
     """One run over a cluster that has started."""
 
-    def __init__(self, cluster: EmbeddedCluster, verdict: Verdict, *, short: bool) -> None:
+    def __init__(
+        self,
+        cluster: EmbeddedCluster,
+        verdict: Verdict,
+        table_options: dict[str, str] | None,
+        *,
+        short: bool,
+    ) -> None:
         self._cluster, self._verdict, self._short = cluster, verdict, short
+        self._environment = {**os.environ, **(table_options or {})}  #: credentials of the store
         self._partitions = (SHORT_PARTITIONS if short else PARTITIONS) * verdict.owners
         self._admin = AdminClient(cluster.address)
         self._load = Load(cluster.address, self._partitions)
@@ -266,7 +275,7 @@ class Run:
                 "maintenance", "run", job, TOPIC, "--bootstrap", self._cluster.address,
                 "--master", "local[2]", "--json",
             ),
-            capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+            capture_output=True, text=True, timeout=PATIENCE_S, check=False, env=self._environment,
         )  # fmt: skip
         told_by_it = done.stdout if done.returncode == 0 else f"{done.stdout}{done.stderr}"
         told_by_it = told_by_it.strip()[-1_000:]
@@ -333,10 +342,10 @@ def main() -> int:
     files = given.files or (SHORT_FILES if given.short else FILES)
     verdict = Verdict(given.seed, owners, 0)
     with (
-        campaign.store_of(given.store, folder) as (tier, _),
+        campaign.store_of(given.store, folder) as (tier, table_options),
         cluster_of(folder, owners, tier) as cluster,
     ):
-        run = Run(cluster, verdict, short=given.short)
+        run = Run(cluster, verdict, table_options, short=given.short)
         run.fill(files)
         run.steady()
         run.optimize()
