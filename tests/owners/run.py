@@ -187,12 +187,12 @@ class Run:
         self._load.start()
         self._lag.begin("fill")
         self._lag.start()
-        deadline, told_files = monotonic_s() + PATIENCE_S, 0
+        deadline, printed = monotonic_s() + PATIENCE_S, 0
         while (found := self._files(table := self._table())) < files:
             waiting = sum(each.lag for each in table.partitions)
             self._load.rate = FILL_RATE if waiting < AHEAD * self._partitions else 0
-            if found >= told_files + files // 10:
-                told_files = found
+            if found >= printed + files // 10:
+                printed = found
                 self.say(f"{found} files, version {table.version}")
             if monotonic_s() > deadline or self._load.failure is not None:
                 raise TimeoutError(f"{found} files: {table.status}, {self._load.failure!r}")
@@ -202,9 +202,10 @@ class Run:
 
     def _until_tiered(self) -> None:
         """Wait until the table has every record, and each node has seen that."""
-        while any(each.lag for each in self._table().partitions):
-            block_s(0.5)
-        while self._lag.now() > 0:
+        deadline = monotonic_s() + PATIENCE_S
+        while any(each.lag for each in self._table().partitions) or self._lag.now() > 0:
+            if monotonic_s() > deadline:
+                raise TimeoutError(f"records still wait: {self._table().status}")
             block_s(0.5)
 
     def _table(self) -> TierDescription:
@@ -230,6 +231,7 @@ class Run:
         begun = monotonic_s()
         yield
         verdict.versions[name] = self._table().version - before
+        verdict.check(name in verdict.lag_ms, f"{name}: no node has told its lag")
         lag = verdict.lag_ms.get(name, 0.0)
         self.say(
             f"{name}: {verdict.versions[name]} versions in {monotonic_s() - begun:.0f} s, "
@@ -277,10 +279,10 @@ class Run:
             ),
             capture_output=True, text=True, timeout=PATIENCE_S, check=False, env=self._environment,
         )  # fmt: skip
-        told_by_it = done.stdout if done.returncode == 0 else f"{done.stdout}{done.stderr}"
-        told_by_it = told_by_it.strip()[-1_000:]
-        self.say(f"{job}: {told_by_it[:300]}")
-        return done.returncode, told_by_it
+        output = done.stdout if done.returncode == 0 else f"{done.stdout}{done.stderr}"
+        output = output.strip()[-1_000:]
+        self.say(f"{job}: {output[:300]}")
+        return done.returncode, output
 
     def finish(self) -> None:
         """End the load, and judge the table and the log."""
