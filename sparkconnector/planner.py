@@ -19,6 +19,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from pk.sparkconnector.connection import ClusterClient, TopicLeaders
+    from pk.sparkconnector.opened_files import TaskFiles
     from pk.sparkconnector.ranges import Curve, Spans, TierFile
     from pk.sparkconnector.table_files import TableFiles
     from pk.sparkconnector.tier_scan import ColdRange
@@ -342,15 +344,35 @@ def read(
     from pk.sparkconnector import rows, worker
 
     worker.begin_task()
-    return rows.right_sized(row for task in tasks for row in _named(task, source, columns))
+    return rows.right_sized(_each(tasks, source, columns))
 
 
-def _named(task: Task, source: Source, columns: Sequence[Column]) -> Iterator[pa.RecordBatch]:
+def _each(
+    tasks: Sequence[Task], source: Source, columns: Sequence[Column]
+) -> Iterator[pa.RecordBatch]:
+    cold = [(each.range, each.cold) for each in tasks if each.cold is not None]
+    if not cold:
+        for task in tasks:
+            yield from _named(task, source, columns)
+        return
+    from pk.sparkconnector import opened_files, tier_scan
+
+    with closing(opened_files.TaskFiles(tier_scan.files_of(cold))) as files:
+        for task in tasks:
+            yield from _named(task, source, columns, files)
+
+
+def _named(
+    task: Task, source: Source, columns: Sequence[Column], files: TaskFiles | None = None
+) -> Iterator[pa.RecordBatch]:
     from pk.sparkconnector import rows
 
     one = task.range
     shape = rows.Shape(columns, one.topic, one.partition)
-    found = _cold(task, source, shape) if task.cold is not None else _hot(task, source, shape)
+    if task.cold is not None:
+        found = _cold(task, source, shape, files)
+    else:
+        found = _hot(task, source, shape)
     try:
         yield from found
     except errors.PkError as cause:
@@ -360,7 +382,9 @@ def _named(task: Task, source: Source, columns: Sequence[Column]) -> Iterator[pa
         raise type(cause)(f"{name}: {cause.message}", **cause.details) from cause
 
 
-def _cold(task: Task, source: Source, shape: Any) -> Iterator[pa.RecordBatch]:
+def _cold(
+    task: Task, source: Source, shape: Any, files: TaskFiles | None
+) -> Iterator[pa.RecordBatch]:
     from pk.sparkconnector import tier_scan
 
     def lost(part: Range) -> None:
@@ -378,7 +402,7 @@ def _cold(task: Task, source: Source, shape: Any) -> Iterator[pa.RecordBatch]:
         return _hot(replace(task, range=rest, cold=None), source, shape)
 
     assert task.cold is not None
-    return tier_scan.scan(task.range, task.cold, shape, lost, elsewhere)
+    return tier_scan.scan(task.range, task.cold, shape, lost, elsewhere, files)
 
 
 def _hot(task: Task, source: Source, shape: Any) -> Iterator[pa.RecordBatch]:

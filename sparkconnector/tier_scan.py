@@ -21,25 +21,31 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
 from pk import errors
-from pk.sparkconnector import rows, table_files, table_store, table_versions
+from pk.sparkconnector import rows, table_files, table_versions
 from pk.sparkconnector.offsets import Range
+from pk.sparkconnector.opened_files import (
+    FailedTierFile,
+    OpenTierFile,
+    TableFile,
+    TaskFiles,
+    open_file,
+    read_part,
+)
 from pk.sparkconnector.ranges import TierFile, within
 from pk.sparkconnector.rows import Shape
-from pk.tiering import footers, row_groups
+from pk.tiering import row_groups
 from pk.tiering.damage import damaged
-from pk.tiering.footers import Footer, Group, Part, UnreadableFile
+from pk.tiering.footers import Group, Part, UnreadableFile
 from pk.tiering.layout import FILE_SCHEMA
-
-if TYPE_CHECKING:
-    pass
 
 #: The most uncompressed bytes that a merge holds.
 MERGE_BYTES = 64 << 20
@@ -67,15 +73,6 @@ class ColdRange:
     version: int = -1  #: the version that a read as of a version pins; -1 = newer ones will do
 
 
-class _DamagedFile(Exception):
-    """A file of the plan is missing in the store, or its bytes are damaged."""
-
-    def __init__(self, file: TierFile, why: str, *, missing: bool = False) -> None:
-        super().__init__(why)
-        self.file = file
-        self.missing = missing
-
-
 class _RowGroup(NamedTuple):
     """A row group that may hold offsets of the range."""
 
@@ -91,14 +88,6 @@ class _RowGroup(NamedTuple):
         return self.group.max_offset
 
 
-class _OpenFile(NamedTuple):
-    """An open file and its footer."""
-
-    file: TierFile
-    handle: Any
-    footer: Footer
-
-
 def whole_file(
     uri: str,
     source: Any,
@@ -112,14 +101,14 @@ def whole_file(
     Raises `DamagedTierFile`, `TierUnavailable`.
     """
     try:
-        opened = _open(source, root, file)
-    except _DamagedFile as cause:
+        opened = open_file(source, root, file)
+    except FailedTierFile as cause:
         raise damaged(uri, file, partition, str(cause)) from cause
     try:
         for group in opened.footer.groups:
             try:
                 yield _read_columns(opened, group, schema)
-            except (_DamagedFile, UnreadableFile) as cause:
+            except (FailedTierFile, UnreadableFile) as cause:
                 raise damaged(uri, file, partition, str(cause)) from cause
             except (OSError, pa.ArrowException) as cause:
                 raise errors.TierUnavailable(f"{file.path}: {cause}") from cause
@@ -127,10 +116,10 @@ def whole_file(
         opened.handle.close()
 
 
-def _read_columns(opened: _OpenFile, group: Group, schema: pa.Schema) -> pa.RecordBatch:
+def _read_columns(opened: OpenTierFile, group: Group, schema: pa.Schema) -> pa.RecordBatch:
     """Return the rows of a row group; of its bytes only the columns of `schema` are read."""
     if schema is FILE_SCHEMA:
-        data = _read_part(opened.handle, Part(group.start, group.size))
+        data = read_part(opened.handle, Part(group.start, group.size))
         return row_groups.read_group(opened.footer, group, data, opened.handle.size())
     try:
         return row_groups.read_rows(opened.handle, opened.footer, [group], schema, buffered=True)
@@ -152,24 +141,29 @@ def scan(
     shape: Shape,
     lost: Callable[[Range], None],
     elsewhere: Callable[[Range, errors.DamagedTierFile], Iterator[pa.RecordBatch]] = _fail,
+    task_files: TaskFiles | None = None,
 ) -> Iterator[pa.RecordBatch]:
     """Yield the rows of `one` in offset order; plan again when a file is missing (Y1).
 
     Calls `lost` with each range that the table lost since planning, before it reads the rest.
     Calls `elsewhere` for the rest of the range when a file of the newest version is damaged.
+    task_files: the files of the task, of which this range is a part; None = the range is all of it
     """
-    source, root = table_store.file_system(cold.uri, cold.storage_options)
+    if task_files is None:
+        with closing(TaskFiles(files_of([(one, cold)]))) as own:
+            yield from scan(one, cold, shape, lost, elsewhere, own)
+        return
     files: Sequence[TierFile] = cold.files
     position = one.start
     replans = 0
     while True:
         try:
             rest = one._replace(start=position)
-            for found, done in _scan(rest, files, source, root, shape):
+            for found, done in _scan(rest, _Files(task_files, cold), files, shape):
                 yield rows.from_tier(found, shape)
                 position, replans = done, 0
             return
-        except _DamagedFile as cause:
+        except FailedTierFile as cause:
             if cold.version >= 0:
                 raise _unreadable(one, cold, cause) from cause
             replans += 1
@@ -188,7 +182,7 @@ def scan(
                 lost(part)
 
 
-def _unreadable(one: Range, cold: ColdRange, cause: _DamagedFile) -> errors.PkError:
+def _unreadable(one: Range, cold: ColdRange, cause: FailedTierFile) -> errors.PkError:
     """Return the error for a file of a pinned version: no newer version may replace it."""
     if not cause.missing:
         return damaged(cold.uri, cause.file, one.partition, str(cause))
@@ -197,11 +191,18 @@ def _unreadable(one: Range, cold: ColdRange, cause: _DamagedFile) -> errors.PkEr
     )
 
 
+def files_of(ranges: Iterable[tuple[Range, ColdRange]]) -> Iterator[TableFile]:
+    """Yield the files of some ranges in the order in which `scan` reads them."""
+    for one, cold in ranges:
+        for together in _overlapping(cold.files, one):
+            for file in together:
+                yield TableFile(cold.uri, cold.storage_options, file)
+
+
 def _scan(
-    one: Range, files: Sequence[TierFile], source: Any, root: str, shape: Shape
+    one: Range, opened: _Files, files: Sequence[TierFile], shape: Shape
 ) -> Iterator[tuple[pa.RecordBatch, int]]:
     """Yield `(rows, position)` over one plan; all rows below the position have been yielded."""
-    opened = _Files(source, root)
     names = rows.tier_columns(shape)
     try:
         for together in _overlapping(files, one):
@@ -231,17 +232,19 @@ def _overlapping(files: Sequence[TierFile], one: Range) -> Iterator[list[TierFil
 class _Files:
     """The open Parquet files of one scan, at most eight."""
 
-    def __init__(self, source: Any, root: str) -> None:
-        self._source = source
-        self._root = root
-        self._open: dict[str, _OpenFile] = {}
+    def __init__(self, task_files: TaskFiles, cold: ColdRange) -> None:
+        self._task_files = task_files
+        self._cold = cold
+        self._open: dict[str, OpenTierFile] = {}
 
-    def get(self, file: TierFile) -> _OpenFile:
+    def get(self, file: TierFile) -> OpenTierFile:
         found = self._open.get(file.path)
         if found is None:
             if len(self._open) >= 8:
                 self._open.pop(next(iter(self._open))).handle.close()
-            found = self._open[file.path] = _open(self._source, self._root, file)
+            cold = self._cold
+            place = TableFile(cold.uri, cold.storage_options, file)
+            found = self._open[file.path] = self._task_files.get(place)
         return found
 
     def close(self) -> None:
@@ -249,35 +252,7 @@ class _Files:
             self._open.popitem()[1].handle.close()
 
 
-def _open(source: Any, root: str, file: TierFile) -> _OpenFile:
-    path = file.path if "://" in file.path else f"{root}/{file.path}"
-    try:
-        handle = source.open_input_file(path)
-        size = handle.size()
-        tail = _read_part(handle, footers.tail_part(size))
-        longer = footers.longer_tail(tail, size)
-        if longer is not None:
-            tail = _read_part(handle, longer)
-    except FileNotFoundError:
-        raise _DamagedFile(file, "it is not in the store", missing=True) from None
-    except footers.UnreadableFile as cause:
-        raise _DamagedFile(file, str(cause)) from cause
-    except (OSError, pa.ArrowException) as cause:
-        if "does not exist" in str(cause) or "NoSuchKey" in str(cause):
-            raise _DamagedFile(file, "it is not in the store", missing=True) from cause
-        raise errors.TierUnavailable(f"{path}: {cause}") from cause
-    try:
-        footer = footers.open_footer(file, tail)
-    except footers.UnreadableFile as cause:
-        raise _DamagedFile(file, str(cause)) from cause
-    return _OpenFile(file, handle, footer)
-
-
-def _read_part(handle: Any, part: Part) -> bytes:
-    return bytes(handle.read_at(part.size, part.start))
-
-
-def _groups(opened: _OpenFile, one: Range) -> list[_RowGroup]:
+def _groups(opened: OpenTierFile, one: Range) -> list[_RowGroup]:
     return [
         _RowGroup(opened.file, each)
         for each in opened.footer.groups
@@ -364,7 +339,7 @@ def _share(group: _RowGroup, part: Range) -> int:
     return max(0, group.group.decoded * inside // span)
 
 
-def _read(opened: _OpenFile, groups: Sequence[Group], names: Sequence[str]) -> pa.RecordBatch:
+def _read(opened: OpenTierFile, groups: Sequence[Group], names: Sequence[str]) -> pa.RecordBatch:
     wanted = pa.schema([pa.field(name, _FILE_TYPES[name]) for name in names])
     try:
         return row_groups.read_rows(opened.handle, opened.footer, groups, wanted, buffered=True)
@@ -372,17 +347,17 @@ def _read(opened: _OpenFile, groups: Sequence[Group], names: Sequence[str]) -> p
         return _read_again(opened, groups, wanted)
 
 
-def _read_again(opened: _OpenFile, groups: Sequence[Group], wanted: pa.Schema) -> pa.RecordBatch:
-    """Read the groups from their plain bytes; raise `_DamagedFile` for one that does not decode."""
+def _read_again(opened: OpenTierFile, groups: Sequence[Group], wanted: pa.Schema) -> pa.RecordBatch:
+    """Read the groups from their plain bytes.  Raises `FailedTierFile`, `TierUnavailable`."""
     pieces = []
     for group in groups:
         try:
-            data = _read_part(opened.handle, Part(group.start, group.size))
+            data = read_part(opened.handle, Part(group.start, group.size))
         except (OSError, pa.ArrowException) as cause:
             raise errors.TierUnavailable(f"{opened.file.path}: {cause}") from cause
         try:
             size = opened.file.size
             pieces.append(row_groups.read_group(opened.footer, group, data, size, wanted))
         except UnreadableFile as cause:
-            raise _DamagedFile(opened.file, str(cause)) from cause
+            raise FailedTierFile(opened.file, str(cause)) from cause
     return pa.concat_batches(pieces)
