@@ -233,6 +233,11 @@ class Partition:
         self._inflight.append(delayed)
         self.writer.submit(self, decided.size)
 
+    def check_own(self, epoch: Epoch) -> None:
+        """Raise what `append_own` would raise now, whatever the batch."""
+        self.serving(epoch).check_acks(ACKS_ALL)
+        self._host.purgatory.check_room()
+
     def append_own(self, batch: Buffer, epoch: Epoch, now: Now, delayed: DelayedProduce) -> None:
         """Decide a batch that this broker made as the leader of `epoch`; as `append` otherwise.
 

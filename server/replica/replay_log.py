@@ -16,6 +16,11 @@ Invariants
       records in one turn of the loop (rule P1).
   J5  After a write that found no room, appends are refused for `FULL_MS`: each attempt costs the
       host a replay.
+  J6  The records of one round of the host are one batch: they are gathered, and `commit` appends
+      them.  A round is one turn of the loop, so nothing else is appended meanwhile, and a gathered
+      record has its offset at once.  Gathered are only records whose batch the partition cannot
+      refuse: it is asked before, `GATHER_BYTES` bounds them, and records of a transaction, which
+      the log checks by their producer, are a batch of their own.
 """
 
 from __future__ import annotations
@@ -42,6 +47,8 @@ READ_BYTES = limits.MIB
 SLICE_RECORDS = 128
 #: Most decoded bytes of one batch.
 DECODED_BYTES_MAX = 64 * limits.MIB
+#: Bytes of keys and values that are gathered for one batch (J6).
+GATHER_BYTES = 256 * 1024
 #: How long a batch is parked.  The log then waits for the high watermark by itself.
 PARKED_MS = 30_000
 #: How long appends are refused after a write that found no room (J5).
@@ -79,7 +86,8 @@ class TransactionalRecords(Protocol[R]):
 
 
 #: A row of the log: the key, and the value; None = a tombstone.
-Encode = Callable[[R], tuple[bytes, bytes | None]]
+_Row = tuple[bytes, bytes | None]
+Encode = Callable[[R], _Row]
 Decode = Callable[[bytes | None, bytes | None], R]
 
 
@@ -120,6 +128,8 @@ class PartitionReplayLog(Generic[R]):
         self._decode = decode
         self._transactional = transactional
         self._foreign: deque[tuple[Offset, Marker]] = deque()  #: appended, not yet taken (J1)
+        self._gathered: list[_Row] = []  #: decided, and not appended yet (J6)
+        self._gathered_bytes = 0
         self._moved = asyncio.Event()
         self._error: errors.PkError | None = None  #: of an append that is not committed
         self._full_until_ms = 0  #: appends are refused until then (J5)
@@ -144,7 +154,7 @@ class PartitionReplayLog(Generic[R]):
 
     @property
     def end(self) -> Offset:
-        return self._partition.log.log_end
+        return self._partition.log.log_end + len(self._gathered)
 
     @property
     def committed(self) -> Offset:
@@ -164,15 +174,35 @@ class PartitionReplayLog(Generic[R]):
         return self._partition.hosted.cause or self._partition.writer.disk.storage.failed
 
     def append(self, records: Sequence[R], now_ms: int) -> Offset:
-        """Decide one batch; return the offset of its first record.  If it raises, nothing changed.
+        """Decide records that are applied together; return the offset of the first one.
 
-        Raises `NotLeaderOrFollower` or `FencedLeaderEpoch` if the epoch is over,
-        `NotEnoughReplicas`, `ThrottledError`, `RecordTooLarge`, `StorageFull`.
+        If it raises, nothing changed.  Raises `NotLeaderOrFollower` or `FencedLeaderEpoch` if the
+        epoch is over, `NotEnoughReplicas`, `ThrottledError`, `RecordTooLarge`, `StorageFull`.
         """
         if self._clock.monotonic_ms() < self._full_until_ms:
             raise errors.StorageFull(f"{self}: the disk had no room for the last append")
-        keys, values = zip(*map(self._encode, records), strict=True)
+        rows = [self._encode(each) for each in records]
         stamp = self._stamp_of(records)
+        size = sum(len(key) + len(value or b"") for key, value in rows)
+        self._partition.check_own(self.leader_epoch)
+        if stamp is not None or self._gathered_bytes + size > GATHER_BYTES:
+            self._append_gathered(now_ms)
+        if stamp is not None or size > GATHER_BYTES:
+            return self._append(rows, stamp, now_ms)
+        first = self.end
+        self._gathered += rows
+        self._gathered_bytes += size
+        return first
+
+    def _append_gathered(self, now_ms: int) -> None:
+        rows, self._gathered, self._gathered_bytes = self._gathered, [], 0
+        if rows:
+            first = self._partition.log.log_end
+            assert self._append(rows, None, now_ms) == first, "J6: nothing else was appended"
+
+    def _append(self, rows: Sequence[_Row], stamp: ProducerStamp | None, now_ms: int) -> Offset:
+        """Append a batch of rows; return its first offset."""
+        keys, values = zip(*rows, strict=True)
         batch = b"".join(
             columns.encode_lists(values, keys, default_timestamp=now_ms)
             if stamp is None
@@ -225,11 +255,12 @@ class PartitionReplayLog(Generic[R]):
         return taken
 
     async def commit(self) -> None:
-        """Return when the high watermark covers the end of the log (J2).
+        """Append what was gathered; return when the high watermark covers the end of the log (J2).
 
         Raises `StorageFull` if a write failed, `NotLeaderOrFollower` if this broker no longer leads
         in the epoch.  After `NotLeaderOrFollower` the outcome is open.
         """
+        self._append_gathered(self._clock.wall_ms())
         end = self.end
         while self._error is None and self.committed < end:
             self._check_leads()
@@ -250,6 +281,7 @@ class PartitionReplayLog(Generic[R]):
         what `decode` raises.
         """
         partition, log = self._partition, self._partition.log
+        self._gathered, self._gathered_bytes = [], 0
         await partition.writer.settled(partition)  # also appends of an earlier leader epoch
         self._error = None
         offset, count = log.log_start, 0

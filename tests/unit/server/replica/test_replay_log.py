@@ -100,6 +100,89 @@ def test_a_host_serves_what_an_earlier_one_left(rig: Any) -> None:
     rig.run(story)
 
 
+def batches_of(partition: Any) -> list[tuple[int, int, bool]]:
+    """Return (first offset, rows, whether transactional) of each batch of the log."""
+    raw = partition.log.read(0, bound=partition.log.written_end, max_bytes=1 << 20).data
+    return [
+        (header.base_offset, header.record_count, header.transactional)
+        for header, _ in batch.iter_batches(raw)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("gather_bytes", "expected"),
+    [
+        (1_000, [(0, 5, False)]),
+        (6, [(0, 3, False), (3, 2, False)]),  # two bytes a row
+        (1, [(n, 1, False) for n in range(5)]),
+    ],
+)
+def test_the_records_of_a_round_are_one_batch_within_a_bound(
+    rig: Any, monkeypatch: pytest.MonkeyPatch, gather_bytes: int, expected: Any
+) -> None:
+    """replica/replay_log J6: and each command has its own offsets at once."""
+    monkeypatch.setattr(replay_log, "GATHER_BYTES", gather_bytes)
+    partition = rig.partition()
+
+    async def story() -> None:
+        host = host_of(rig, log_of(rig, partition), [])
+        await host.start()
+        found = await asyncio.gather(*(host.ask([(f"{n}", n)]) for n in range(5)))
+        assert found == [1, 2, 3, 4, 5]
+        assert batches_of(partition) == expected
+        machine: Any = host.machine
+        assert machine.offsets == list(range(5))
+        await host.close()
+        again = host_of(rig, log_of(rig, partition), [])
+        await again.start()
+        assert await again.ask("?") == {f"{n}": n for n in range(5)}
+        await again.close()
+
+    rig.run(story)
+
+
+def test_records_of_transactions_are_batches_of_their_own(rig: Any) -> None:
+    """replica/replay_log J6: the records of a round keep their order."""
+    partition = rig.partition()
+
+    async def story() -> None:
+        host = host_of(rig, transactional(rig, partition), [])
+        await host.start()
+        rows = [[("a", 1)], [("b", 2)], [("c", 1_000)], [("d", 4)]]
+        await asyncio.gather(*(host.ask(each) for each in rows))
+        assert batches_of(partition) == [(0, 2, False), (2, 1, True), (3, 1, False)]
+        machine: Any = host.machine
+        assert machine.offsets == [0, 1, 2, 3]
+        await host.close()
+
+    rig.run(story)
+
+
+def test_a_round_whose_write_fails_leaves_nothing(rig: Any) -> None:
+    """runtime/replayed_host H4: all its commands fail, and what comes after begins there."""
+    partition = rig.partition()
+
+    async def story() -> None:
+        host = host_of(rig, log_of(rig, partition), [])
+        await host.start()
+        await host.ask([("a", 1)])
+        rig.storage.fault = lambda operation, path: (
+            errors.StorageFull("full") if operation != "read" else None
+        )
+        failed = await asyncio.gather(
+            *(host.ask([(f"{n}", n)]) for n in range(3)), return_exceptions=True
+        )
+        assert [type(each) for each in failed] == [errors.StorageFull] * 3
+        rig.storage.fault = None
+        await rig.mine.clock.sleep_ms(replay_log.FULL_MS)
+        await host.ask([("c", 4)])
+        assert await host.ask("?") == {"a": 1, "c": 4}
+        assert batches_of(partition) == [(0, 1, False), (1, 1, False)]
+        await host.close()
+
+    rig.run(story)
+
+
 def test_a_replay_goes_on_when_there_is_a_descriptor_again(
     rig: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
