@@ -302,6 +302,8 @@ class DeltaLogTable:
         if snapshot.table_id == self._table_id and snapshot.protocol == TableProtocol():
             await log_reading.compare(self._store, self._path, self._uri, snapshot, -1)
             snapshot = await self._counted(snapshot)
+        if known is not None:
+            snapshot.owners = known.owners
         if known is None or snapshot.version != known.version:
             self._tombstones.foreign(self._tables.now_ms())
         await self._note(snapshot)
@@ -327,6 +329,7 @@ class DeltaLogTable:
             known.protocol,
             known.restored,
         )
+        self._snapshot.owners = known.owners
         return self._snapshot
 
     async def _counted(self, snapshot: Snapshot) -> Snapshot:

@@ -18,9 +18,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from pk.tiering import layout, log_check
+from pk.tiering.commit_pacing import UNNAMED
 from pk.tiering.data_files import NewFile
 from pk.tiering.delta_stats import added_file
 from pk.tiering.layout import PartitionCounters
+from pk.tiering.log_writing import OWNER
 from pk.tiering.table import Commit, Snapshot, first_epoch
 from pk.types import NONE, Epoch, TopicId
 
@@ -41,9 +43,11 @@ def followed(uri: str, topic_id: TopicId, read: Snapshot, data: bytes) -> Snapsh
     try:
         adds, removes = _files_of(read, actions)
         counters, checks, claim = _counters_of(uri, topic_id, read, actions)
+        owner = _owner_of(actions)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
-    later = read.after(Commit(read, tuple(adds), tuple(removes), counters), version)
+    commit = Commit(read, tuple(adds), tuple(removes), counters, owner=owner)
+    later = read.after(commit, version)
     later.restored = max(later.restored, first_epoch(claim))
     if later.sums != facts.files:
         return None
@@ -106,3 +110,9 @@ def _counters_of(
             before = changed.get(partition, read.partition(partition))
             changed[partition] = before._replace(**{name: value})
     return changed, checks, claim
+
+
+def _owner_of(actions: list[Mapping[str, Any]]) -> str:
+    """Returns who made the commit; one that does not say it counts as one owner."""
+    infos = [action["commitInfo"] for action in actions if "commitInfo" in action]
+    return str(infos[0].get(OWNER, UNNAMED))

@@ -22,6 +22,9 @@ from pk.tiering.layout import PARTITION_COLUMN, app_id
 from pk.tiering.table import Commit
 from pk.types import TopicId
 
+#: Key in commitInfo: the owner that commits.  No checksum covers it, so builds that do not know it
+#: read the commit as before.
+OWNER = "pk.owner"
 #: The engine's part of commitInfo; Spark and deltalake show it in a table's history.
 _OPERATION: Mapping[str, Any] = {
     "operation": "WRITE",
@@ -60,6 +63,8 @@ def commit_json(topic_id: TopicId, commit: Commit, date_ms: int) -> bytes:
     removes = [commit.read.files[path] for path in commit.removes]
     info: dict[str, Any] = {"isBlindAppend": True} if commit.blind else {}
     info[log_check.FILES] = commit.read.sums_after(commit).text()
+    if commit.owner:
+        info[OWNER] = commit.owner
     actions = log_check.expected_actions(
         [(new, stats_of(new)) for new in commit.adds],
         removes,

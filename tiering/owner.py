@@ -34,13 +34,13 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pk import errors
 from pk.backoff import Backoff
 from pk.effects import Effect, Publish, Respond, Send, SetTimer
-from pk.tiering import accounting
+from pk.tiering import accounting, commit_pacing
 from pk.tiering.commit_pacing import OwnCommit
 from pk.tiering.look_pacing import LookPace
 from pk.tiering.owner_events import (
@@ -93,6 +93,7 @@ BACKOFF_MAX_MS = 30_000
 class OwnerSettings:
     """Intervals and timeouts of the owner."""
 
+    name: str = ""  #: of this owner among those of the table
     commit_interval_ms: int = 1_000
     retry_backoff_ms: int = 500
     #: a request not committed after this time is answered TierUnavailable
@@ -363,7 +364,9 @@ class Owner:
         if snapshot is None or state.look or state.lookers or state.problem is not None:
             return False
         # With another owner at the table, the next version most likely exists.
-        if state.backoff.attempts or state.own.version != snapshot.version or state.own.others:
+        if state.backoff.attempts or state.own.version != snapshot.version:
+            return False
+        if commit_pacing.others(snapshot.owners, snapshot.version, self._settings.name):
             return False
         for item in state.waiting:
             if isinstance(item, Claim) or item.change.version_read > snapshot.version:
@@ -549,12 +552,13 @@ class Owner:
                 self._ask(SumRows(planned.unsummed[:SUMMED_AT_ONCE], snapshot), effects)
             return
         interval_ms = self._settings.commit_interval_ms
-        next_ms = state.own.next_ms(snapshot.version, interval_ms, snapshot.partition_count())
+        others = commit_pacing.others(snapshot.owners, snapshot.version, self._settings.name)
+        next_ms = state.own.next_ms(interval_ms, others)
         if now_ms < next_ms and not any(map(is_urgent, planned.taken)):
             state.not_before_ms = next_ms
             return
         self._planned = planned
-        self._ask(planned.commit, effects)
+        self._ask(replace(planned.commit, owner=self._settings.name), effects)
 
     def _committed(self, event: Committed, now_ms: int, effects: list[Effect]) -> None:
         planned, self._planned, self._under_way = self._planned, None, None
@@ -562,7 +566,7 @@ class Owner:
         assert planned.commit is not None
         state = self._state
         state.backoff.reset()
-        state.own = state.own.followed_by(event.snapshot.version, now_ms)
+        state.own = OwnCommit(event.snapshot.version, now_ms)
         state.not_before_ms = now_ms + self._settings.commit_interval_ms
         state.next_refresh_ms = now_ms + self._pace.wait_ms
         state.waiting = state.waiting[len(planned.taken) :]

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from pk import errors, generations
-from pk.tiering import accounting, layout, log_check
+from pk.tiering import accounting, commit_pacing, layout, log_check
 from pk.tiering.accounting import RowsMissing
 from pk.tiering.data_files import DataFile, NewFile
 from pk.tiering.layout import PartitionCounters
@@ -71,6 +71,8 @@ class Snapshot:
     restored: the first epoch of the cluster that was restored last; NONE = none was (rule T13).  An
     earlier cluster may not append to any partition, also not to one that is younger than the
     restore and has no claim.  A restore claims all partitions at once, so this is known from any.
+    owners: whose commits made the newest versions, and the last version of each, as far as this
+    process has followed them (commit_pacing)
     """
 
     __slots__ = (
@@ -79,6 +81,7 @@ class Snapshot:
         "_sums",
         "counters",
         "files",
+        "owners",
         "protocol",
         "restored",
         "table_id",
@@ -99,6 +102,7 @@ class Snapshot:
         self.files = files
         self.counters = counters
         self.protocol = protocol or TableProtocol()
+        self.owners: Mapping[str, int] = {}
         self._by_partition: dict[int, list[DataFile]] | None = None
         self._sums: FileSums | None = None
         self._missing: dict[int, RowsMissing | None] = {}
@@ -134,12 +138,6 @@ class Snapshot:
             self._by_partition = grouped
         return self._by_partition.get(partition, ())
 
-    def partition_count(self) -> int:
-        """Returns of how many partitions files or counters are known here."""
-        self.files_of(0)
-        assert self._by_partition is not None
-        return len(self._by_partition.keys() | self.counters.keys())
-
     def covering(self, partition: int, start: Offset, end: Offset) -> list[DataFile]:
         """Returns the files that may hold offsets of `[start, end)`, by smallest offset."""
         files = self.files_of(partition)
@@ -159,6 +157,7 @@ class Snapshot:
         counters = {**self.counters, **commit.counters}
         later = Snapshot(version, self.table_id, files, counters, self.protocol, self.restored)
         later._sums = self.sums_after(commit)
+        later.owners = commit_pacing.owners_after(self.owners, commit.owner, version)
         # Only other engines remove rows without counting them.
         later._missing = {p: None for p, known in self._missing.items() if known is None}
         if self._by_partition is not None:
@@ -200,6 +199,7 @@ class Commit:
     removes: tuple[str, ...] = ()
     counters: Mapping[int, PartitionCounters] = field(default_factory=dict)  #: new absolute values
     data_change: bool = True  #: of the removes; compaction and repair do not change the data
+    owner: str = ""  #: who commits, for the other owners (commit_pacing); empty = unknown
 
     @property
     def blind(self) -> bool:
@@ -390,7 +390,7 @@ class MemoryTable:
             newest = state.altered(said)
             check_known(self._uri, newest, said)
         counters = {partition: newest.partition(partition) for partition in partitions}
-        return Snapshot(
+        found = Snapshot(
             newest.version,
             newest.table_id,
             newest.files,
@@ -398,6 +398,8 @@ class MemoryTable:
             newest.protocol,
             newest.restored,
         )
+        found.owners = newest.owners
+        return found
 
     async def create(self) -> Snapshot:
         self._tables.before_load(self._uri)

@@ -42,7 +42,7 @@ from pk.tiering.table import TableFactory
 from pk.tiering.table_urls import prefixes_of
 from pk.tiering.topic_tier import TopicTier
 from pk.tiering.worker import Executors, StorageViews, TierWorker
-from pk.types import NONE
+from pk.types import NONE, NodeId
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import PROTOCOL, Caller, Handler, accept_stream, error_head, serve_control
@@ -103,7 +103,7 @@ class TierNode:
                 int(run.server["cold_cache_bytes"]),
                 int(run.server["cold_read_ahead_bytes"]),
             ),
-            owner_settings=owner_settings(run.server),
+            owner_settings=owner_settings(run.server, run.node_id),
             on_report=self._reports.set,
             on_bug=self._bug,
             on_rows_missing=self._log_rows_missing,
@@ -487,9 +487,10 @@ class TierNode:
                 gauge.set(getattr(worker.counts, name))
 
 
-def owner_settings(server: Mapping[str, Any]) -> OwnerSettings:
-    """Return the server's options for the table's owner."""
+def owner_settings(server: Mapping[str, Any], node_id: NodeId) -> OwnerSettings:
+    """Return the server's options for the tables' owners of a node."""
     return OwnerSettings(
+        name=str(node_id),
         refresh_max_ms=int(server["tier_refresh_max_ms"]),
         retry_backoff_ms=int(server["tier_retry_backoff_ms"]),
         vacuum_interval_ms=int(server["tier_vacuum_interval_ms"]),

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 
 from pk import errors
 from pk.effects import Respond, Send, SetTimer
-from pk.tiering import layout
+from pk.tiering import commit_pacing, layout
 from pk.tiering import owner as owning
 from pk.tiering.commit_pacing import OWNERS_MAX, OwnCommit
 from pk.tiering.layout import DataName
@@ -22,6 +22,7 @@ from pk.wire import pk_pb2 as wire
 
 ID = "0d1c2b3a-0000-4000-8000-000000000000"
 OWNERS = 10
+PARTITIONS = 5  #: of each owner; the first one gets files
 STORE_MS, THINKS_MS = 60, 300
 RUN_MS = 120_000
 SUM = 3
@@ -35,10 +36,16 @@ class World:
         self.table = Snapshot(0, "id", {}, {})
         self.commits: list[int] = []  #: times
         self.lags: list[int] = []
+        self.lags_of: list[tuple[int, int]] = []  #: owner, lag
+        self.quiet: set[int] = set()  #: owners whose copiers hand nothing over
+        self.thinks_ms: dict[int, int] = {}
         self.refused: list[errors.PkError] = []
         self._events: list[tuple[int, int, Callable[[], None]]] = []
         self._number = 0
-        self.owners = [Owner("t", ID, "memory://t", OwnerSettings()) for _ in range(owners)]
+        self.owners = [
+            Owner("t", ID, "memory://t", OwnerSettings(name=str(number)))
+            for number in range(owners)
+        ]
 
     def later(self, ms: int, work: Callable[[], None]) -> None:
         self._number += 1
@@ -66,8 +73,9 @@ class World:
         event: Any = None
         if isinstance(asked, owning.Load):
             counters = {each: self.table.partition(each) for each in asked.partitions}
-            found = self.table
-            event = owning.TableLoaded(Snapshot(found.version, "id", found.files, counters))
+            found = Snapshot(self.table.version, "id", self.table.files, counters)
+            found.owners = self.table.owners
+            event = owning.TableLoaded(found)
         elif isinstance(asked, owning.Create):
             event = owning.TableLoaded(self.table)
         elif asked.read.version != self.table.version:
@@ -88,7 +96,10 @@ class World:
                 self.refused.append(reply)
                 return
             self.lags.append(self.now_ms - asked_ms)
-            self.later(THINKS_MS, lambda: self.copier(number, at + 10))
+            self.lags_of.append((number, self.now_ms - asked_ms))
+            if number not in self.quiet:
+                thinks_ms = self.thinks_ms.get(number, THINKS_MS)
+                self.later(thinks_ms, lambda: self.copier(number, at + 10))
 
         self.step(number, Submit(answered, appended(number, at, at + 10)))
 
@@ -120,10 +131,12 @@ def merged(table: Snapshot) -> wire.CommitToTableRequest:
     return change
 
 
-def running(owners: int) -> World:
+def running(owners: int, thinks_ms: dict[int, int] | None = None) -> World:
     world, start = World(owners), LogStart(0, 0, 0)
+    world.thinks_ms = thinks_ms or {}
     for number in range(owners):
-        world.later(37 * number, lambda n=number: world.step(n, PartitionsSeen({n: start})))
+        led = dict.fromkeys(range(number, PARTITIONS * owners, owners), start)
+        world.later(37 * number, lambda n=number, led=led: world.step(n, PartitionsSeen(led)))
         world.later(37 * number + 5, lambda n=number: world.copier(n))
     return world
 
@@ -156,29 +169,61 @@ def test_a_job_does_not_wait_for_the_turn_of_its_owner() -> None:
     assert [type(each) for each in landed] == [wire.CommitToTableReply]
 
 
+def test_an_owner_that_had_nothing_for_a_while_gets_its_turns_again() -> None:
+    """It has missed many versions of the busy ones, which must not make it wait for as many."""
+    world = running(3)
+    world.quiet = {2}
+    world.run(60_000)
+    world.quiet = set()
+    before = world.table.partition(2).end
+    world.lags.clear()
+    world.copier(2, before)
+    world.run(RUN_MS)
+    shares = [world.table.partition(number).end for number in range(3)]
+    assert world.table.partition(2).end - before >= 10 * (RUN_MS - 60_000) // 1_000 // 3 - 30
+    assert max(world.lags) <= 2 * 3 * 1_000
+    assert max(shares[:2]) - min(shares[:2]) <= 50
+
+
+def test_a_busy_owner_and_one_with_little_to_commit() -> None:
+    world = running(2, thinks_ms={1: 7_000})
+    world.run(RUN_MS)
+    waited = [lag for number, lag in world.lags_of if number == 1]
+    assert waited
+    assert max(waited) <= 3_000
+
+
 @pytest.mark.parametrize(
-    ("own", "version", "partitions", "next_ms"),
+    ("own", "others", "next_ms"),
     [
-        (OwnCommit(), 90, 50, 0),  # it has never committed
-        (OwnCommit(5, 1_000), 5, 50, 2_000),
-        (OwnCommit(5, 1_000), 8, 50, 5_000),
-        (OwnCommit(5, 1_000, 9), 8, 50, 11_000),
-        (OwnCommit(5, 1_000, 9), 8, 2, 3_000),  # there are at most two owners
-        (OwnCommit(5, 1_000), 900, 50, 1_000 + 1_000 * OWNERS_MAX),
-        (OwnCommit(5, 1_000), 900, 0, 2_000),
-        (OwnCommit(5, 1_000), 2, 50, 2_000),  # the table went back: this is refused elsewhere
+        (OwnCommit(), 50, 0),  # it has never committed
+        (OwnCommit(5, 1_000), 0, 2_000),
+        (OwnCommit(5, 1_000), 2, 4_000),
+        (OwnCommit(5, 1_000), 900, 1_000 + 1_000 * OWNERS_MAX),
     ],
 )
-def test_an_interval_for_each_version(
-    own: OwnCommit, version: int, partitions: int, next_ms: int
-) -> None:
-    assert own.next_ms(version, 1_000, partitions) == next_ms
+def test_an_interval_for_each_owner(own: OwnCommit, others: int, next_ms: int) -> None:
+    assert own.next_ms(1_000, others) == next_ms
 
 
-def test_an_owner_that_commits_rarely_does_not_wait_for_all_versions_of_a_busy_one() -> None:
-    """It would count those that the busy one makes while it waits, and wait as long again."""
-    world = running(2)
-    world.run(60_000)
-    quiet = OwnCommit(1, 0, 0).followed_by(world.table.version, 60_000)
-    assert quiet.others > OWNERS_MAX
-    assert quiet.next_ms(world.table.version, 1_000, 2) == 62_000
+def test_owners_that_commit_at_the_moment_are_counted() -> None:
+    owners: Mapping[str, int] = {}
+    for version in range(100):
+        owners = commit_pacing.owners_after(owners, str(version % 10), version)
+    assert commit_pacing.others(owners, 99, "3") == 9
+    assert commit_pacing.others(owners, 99, "new") == 10
+    for version in range(100, 103):
+        owners = commit_pacing.owners_after(owners, "3", version)
+    assert commit_pacing.others(owners, 102, "3") == 9
+    for version in range(103, 160):
+        owners = commit_pacing.owners_after(owners, "3", version)
+    assert owners == {"3": 159}
+    assert commit_pacing.owners_after(owners, "", 160) is owners
+
+
+def test_an_owner_that_has_left_is_soon_not_counted() -> None:
+    owners = commit_pacing.owners_after({}, "1", 10)
+    for version in range(11, 15):
+        assert commit_pacing.others(owners, version - 1, "2") == 1
+        owners = commit_pacing.owners_after(owners, "2", version)
+    assert commit_pacing.others(owners, 14, "2") == 0
