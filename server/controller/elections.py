@@ -52,7 +52,7 @@ members. So the record that enlarges the ISR also empties the ELR.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from pk import errors, generations
 from pk.server.controller.reports import EpochAndEnd, Report, Reports
@@ -189,7 +189,7 @@ class PartitionChangeBuilder:
 
     def recovered(self) -> None:
         """Note that the leader has recovered from an unclean election (rule T4)."""
-        self.now = replace(self.now, unclean=False)
+        self.now = self.now._replace(unclean=False)
 
     def _set_isr(self, isr: Collection[NodeId], lost: Collection[NodeId]) -> None:
         """Set the ISR, and ELR and last-known members by the second table of the module."""
@@ -214,7 +214,7 @@ class PartitionChangeBuilder:
         stays.
         """
         if self.now.isr and (self.now.elr or self.now.last_known):
-            self.now = replace(self.now, elr=(), last_known=())
+            self.now = self.now._replace(elr=(), last_known=())
 
     # -- electing a leader ----------------------------------------------------------------------
 
@@ -245,7 +245,7 @@ class PartitionChangeBuilder:
         }
         self._set_isr((chosen,), lost=(*now.isr, *now.elr))
         self._lead(chosen)
-        self.now = replace(self.now, unclean=True)
+        self.now = self.now._replace(unclean=True)
         self.elected_uncleanly = True
         return True
 
@@ -368,15 +368,14 @@ class PartitionChangeBuilder:
         R2).
         """
         gone = any(member not in replicas for member in self.now.replicas)
-        now = replace(
-            self.now,
+        now = self.now._replace(
             replicas=replicas,
             adding=adding,
             removing=removing,
             directories=tuple(self._directory_of(each, cluster.image) for each in replicas),
         )
         if now.leader != NONE and gone:
-            now = replace(now, leader=now.leader if now.leader in replicas else NONE)
+            now = now._replace(leader=now.leader if now.leader in replicas else NONE)
             self.led_anew = True
         self.now = now
         self._set_isr([member for member in now.isr if member in replicas], lost=())
@@ -395,7 +394,7 @@ class PartitionChangeBuilder:
         named = now.directories or ("",) * len(now.replicas)
         both = zip(now.replicas, named, strict=True)
         names = tuple(directory_id if each == member else name for each, name in both)
-        self.now = replace(now, directories=names)
+        self.now = now._replace(directories=names)
 
     def complete(self, cluster: LeaderEligibility, *, force: bool = False) -> bool:
         """Complete a reassignment whose new replicas are all in sync (rule R8).

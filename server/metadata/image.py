@@ -47,9 +47,11 @@ PURGES_MAX = 10_000
 TERMS_MAX = 1_000
 
 
-@dataclass(slots=True, frozen=True)
-class PartitionState:
-    """The state of one partition; `unclean`: its leader was elected without all data (R3)."""
+class PartitionState(NamedTuple):
+    """The state of one partition; `unclean`: its leader was elected without all data (R3).
+
+    A tuple, because images are built of very many, at each start and at each failover.
+    """
 
     replicas: tuple[NodeId, ...]
     isr: tuple[NodeId, ...]
@@ -73,7 +75,7 @@ class PartitionState:
         elr: tuple[NodeId, ...],
         last_known: tuple[NodeId, ...],
     ) -> PartitionState:
-        """Return a copy with another leader, at a third of the cost of `dataclasses.replace`."""
+        """Return a copy with another leader, at a third of the cost of `_replace`."""
         return PartitionState(
             self.replicas, isr, leader, self.leader_epoch, self.partition_epoch, elr, last_known,
             self.adding, self.removing, self.directories, self.unclean, self.unclean_epoch,
@@ -448,24 +450,23 @@ def changed(state: PartitionState, record: wire.PartitionChangeRecord) -> Partit
     a new leader epoch.
     """
 
-    def members(name: Any, known: tuple[NodeId, ...]) -> tuple[NodeId, ...]:
-        return tuple(getattr(record, name).values) if record.HasField(name) else known
-
-    led_anew = record.HasField("leader")
+    has = record.HasField
+    led_anew = has("leader")
     leader_epoch = state.leader_epoch + led_anew
-    return PartitionState(  # in one call: a failover changes many (bench/controller_scale.py)
-        replicas=members("replicas", state.replicas),
-        isr=members("isr", state.isr),
-        leader=record.leader if led_anew else state.leader,
-        leader_epoch=leader_epoch,
-        partition_epoch=state.partition_epoch + 1,
-        elr=members("elr", state.elr),
-        last_known=members("last_known", state.last_known),
-        adding=members("adding", state.adding),
-        removing=members("removing", state.removing),
-        directories=tuple(record.directories) or state.directories,
-        unclean=record.unclean,
-        unclean_epoch=leader_epoch if record.elected_uncleanly else state.unclean_epoch,
+    # in one call, field by field: a failover and a start change many (bench/controller_scale.py)
+    return PartitionState(
+        tuple(record.replicas.values) if has("replicas") else state.replicas,
+        tuple(record.isr.values) if has("isr") else state.isr,
+        record.leader if led_anew else state.leader,
+        leader_epoch,
+        state.partition_epoch + 1,
+        tuple(record.elr.values) if has("elr") else state.elr,
+        tuple(record.last_known.values) if has("last_known") else state.last_known,
+        tuple(record.adding.values) if has("adding") else state.adding,
+        tuple(record.removing.values) if has("removing") else state.removing,
+        tuple(record.directories) or state.directories,
+        record.unclean,
+        leader_epoch if record.elected_uncleanly else state.unclean_epoch,
     )
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -97,7 +96,7 @@ class Image:
         if state is None:
             return None
         every = (*state.replicas, *self.elsewhere)
-        return replace(state, replicas=every, isr=(*state.isr, *self.elsewhere))
+        return state._replace(replicas=every, isr=(*state.isr, *self.elsewhere))
 
 
 class Metadata:

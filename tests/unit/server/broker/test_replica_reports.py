@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -72,7 +71,7 @@ def test_a_position_is_that_of_a_replica_that_stands_still(
     assert end > 0
     assert core.report.positions(asked(key)) == [], "it is led"
     partitions = core.metadata.image.topics[topic_id].partitions
-    partitions[0] = replace(partitions[0], leader=NONE)
+    partitions[0] = partitions[0]._replace(leader=NONE)
     (found,) = core.report.positions(asked(key, PartitionKey("gone", 0)))
     assert (found.topic_id, found.last_epoch, found.log_end) == (topic_id, 0, end)
     partition: Partition = core.partitions[key]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from pk import errors, generations
@@ -41,7 +39,7 @@ def test_a_partition_added_to_a_restored_topic_begins_in_its_block_by_a_claim() 
     bench.do(c.CreatePartitions(wanted))
     assert (topic.partitions[1].leader_epoch, topic.partitions[1].unclean_epoch) == (0, NONE)
     epoch = 3 * generations.EPOCHS
-    topic.partitions[0] = replace(topic.partitions[0], leader_epoch=epoch + 5)
+    topic.partitions[0] = topic.partitions[0]._replace(leader_epoch=epoch + 5)
     wanted.topics[0].total_count = 3
     bench.do(c.CreatePartitions(wanted))
     made = topic.partitions[2]

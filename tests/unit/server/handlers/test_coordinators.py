@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from typing import Any
 
 import pytest
@@ -113,7 +112,7 @@ def test_a_partition_without_a_leader_has_no_coordinator_now(cluster: Any) -> No
         core.lifecycle.call = call
         number = (await find(caller, "a")).partition
         topic = core.metadata.image.topic(NAME)
-        topic.partitions[number] = dataclasses.replace(topic.partitions[number], leader=NONE)
+        topic.partitions[number] = topic.partitions[number]._replace(leader=NONE)
         with pytest.raises(errors.CoordinatorUnavailable, match=f"{NAME}-{number} has no leader"):
             await find(caller, "a")
         await caller.close()

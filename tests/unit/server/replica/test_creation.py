@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -434,7 +433,7 @@ def test_an_office_is_not_taken_that_ended_while_its_log_settled(
     core, key = cluster.broker.core, PartitionKey(topic_id, 0)
     partition = core.partitions[key]
     led = core.metadata.image.partition(key)
-    over = replace(led, leader=-1, leader_epoch=led.leader_epoch + 1)
+    over = led._replace(leader=-1, leader_epoch=led.leader_epoch + 1)
     partition.step_down(-1)
 
     async def meanwhile(_partition: Any) -> None:
@@ -460,7 +459,7 @@ def test_an_office_is_taken_though_a_snapshot_replaced_the_image_meanwhile(
     partition.step_down(-1)
 
     async def meanwhile(_partition: Any) -> None:
-        core.metadata.image.topics[topic_id].partitions[0] = replace(led)
+        core.metadata.image.topics[topic_id].partitions[0] = led._replace()
 
     monkeypatch.setattr(core.fetchers, "wait_until_idle", meanwhile)
     task = cluster.world.spawn("broker", core.roles.lead_or_follow(partition, led))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from pk import errors
@@ -135,7 +134,7 @@ def _elsewhere(core: BrokerCore, partition: Partition) -> PartitionState:
     """Another broker is elected."""
     state = core.metadata.image.partition(partition.key)
     assert state is not None
-    return replace(state, leader=2, leader_epoch=state.leader_epoch + 1, unclean=False)
+    return state._replace(leader=2, leader_epoch=state.leader_epoch + 1, unclean=False)
 
 
 def test_a_log_left_half_way_by_a_claim_that_is_over_is_offline(
