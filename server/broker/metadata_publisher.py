@@ -26,6 +26,9 @@ Invariants
   M8  The broker reports a rebuilt replica as offline until the leader of that epoch has compared
       its new log.  Before that, the leader may ask to add the replica to the ISR because of the
       records that its old log had (rule R2).
+  M9  A replica is settled once for each chunk that concerns it: a record of its partition, the
+      registration of this process (M2), or the end of that registration.  The fence of this broker
+      concerns none: the leader is elected by a record of the partition.
 """
 
 from __future__ import annotations
@@ -141,6 +144,7 @@ class MetadataPublisher:
         self._waiting: list[tuple[Offset, int, asyncio.Future[None]]] = []
         self._wait_number = 0
         self._loaded = False
+        self._registered = False  #: whether the roles that were settled last are those of M2
         self._raised = 1  #: the level that every pk.json allows
         self._unknown_settings: list[str] = []
         self._tasks = TaskRegistry()
@@ -186,7 +190,6 @@ class MetadataPublisher:
         await self._creator.load()
         self._loaded = True
         changes = _Changes()
-        changes.me = True
         changes.purges = dict(self._metadata.image.purges)  # unfinished work of an earlier process
         await self._react(changes)
 
@@ -267,7 +270,8 @@ class MetadataPublisher:
                     changes.topics[topic.name] = None
             records.level_in(record, self._manager.level)  # Q6: refuses unknown levels
             self._metadata.image.apply(offset, record)
-            changes.note(record, self._env.node_id)
+            if self._loaded:  # before that, nothing reacts to single changes
+                changes.note(record, self._env.node_id)
             self.next_offset = offset + 1
         self.next_offset = max(self.next_offset, reply.next_offset)
         self.committed = max(self.committed, reply.high_watermark)
@@ -304,8 +308,9 @@ class MetadataPublisher:
             self._purges.begin(topic_id, name)
         keys = changes.partitions
         joined = self._creator.joined()
-        if changes.me or joined:
-            keys = {
+        if self._registered is not self._metadata.registered():  # M9
+            self._registered = not self._registered
+            keys |= {
                 PartitionKey(topic.topic_id, n): None
                 for topic, n, _ in self._metadata.image.partitions_of(self._env.node_id)
             }
