@@ -28,6 +28,9 @@ from pk.server.raft.snapshot_id import SnapshotId
 
 #: Interval of the checks whether a snapshot is due.
 TICK_MS = 1_000
+#: A snapshot that is due because of its own size waits so long after the last one, and after the
+#: start: at the start of the nodes there is other work.
+REST_MS = 60_000
 #: Wait after a failed snapshot.
 AGAIN_MS = 10_000
 
@@ -72,7 +75,13 @@ class SnapshotGenerator:
         waited_ms = self._clock.monotonic_ms() - self._since_ms
         if 0 < self._rules.max_interval_ms <= waited_ms:
             return True
-        return await self._reader.bytes_between(start, end) >= self._rules.max_bytes
+        behind, rules = await self._reader.bytes_between(start, end), self._rules
+        if behind >= rules.max_bytes:
+            return True
+        if behind < rules.bytes_due(0) or waited_ms < REST_MS:
+            return False
+        _, size = (b"", 0) if newest is None else await self._files.piece(newest, 0, 1)
+        return behind >= rules.bytes_due(size)
 
     async def make(self) -> SnapshotId:
         """Make a snapshot of everything that is committed now (K1).

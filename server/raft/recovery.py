@@ -51,6 +51,11 @@ _CONFIG = {
 #: Prefixes of the log's opening notes that report removed bytes.
 _CUT_WORDS = (" cut ", "removed", "before its start")
 _SEGMENT_BYTES = (14 * 1024, 64 * limits.MIB)
+#: The least records, in bytes, for which the size of the snapshot makes another one due.
+_BYTES_LEAST = limits.MIB
+#: The records behind a snapshot, as a multiple of it.  With 2, the snapshots cost about as much as
+#: the records were to apply.
+_TAIL_SHARE = 2
 
 
 @dataclass(slots=True, frozen=True)
@@ -63,6 +68,15 @@ class SnapshotRules:
 
     max_bytes: int = 20 * limits.MIB
     max_interval_ms: int = 3_600_000  #: 0 = by bytes only
+
+    def bytes_due(self, newest_bytes: int) -> int:
+        """The bytes of records behind the newest snapshot, of this size, that make one due.
+
+        At most `max_bytes`.  Fewer are enough if they are many compared with the cluster: each
+        process replays the snapshot and them at its start, and each restart of a broker adds
+        records for each of its partitions.
+        """
+        return min(self.max_bytes, max(_BYTES_LEAST, _TAIL_SHARE * newest_bytes))
 
     @property
     def segment_bytes(self) -> int:

@@ -348,7 +348,7 @@ SERVER = Options(
         Option("log_flush_offset_checkpoint_interval_ms", int, 60_000,
                "how often recovery points are written", "ms", 10),
         Option("metadata_log_max_record_bytes_between_snapshots", int, 20 * MIB,
-               "a controller makes a snapshot after this many bytes of metadata", "bytes", 1),
+               "most bytes of metadata between two snapshots of a controller", "bytes", 1),
         Option("metadata_log_max_snapshot_interval_ms", int, 3_600_000,
                "a controller also makes a snapshot after this time, if there are new metadata; 0 = "
                "only by bytes", "ms", 0),
