@@ -3,7 +3,8 @@
 An epoch is SYNCED in the epoch file before its first batch is written (log/loading O6).  After an
 election or a creation of many partitions, their first batches arrive in the same round of the
 writer, and each file would cost two syncs and a rename of its own.  A journal commits syncs that
-wait side by side together, so replacing the files together takes a small part of that time.
+wait side by side together, and renames that free a replaced file wait side by side, too.  So
+replacing the files together takes a small part of that time.
 
 Only a plan that begins with its epoch takes part.  Another one may have to repair the file first.
 """
@@ -16,10 +17,11 @@ from typing import NamedTuple
 from pk import errors
 from pk.log import epochs
 from pk.log.plan import EpochOp, WritePlan
-from pk.log.storage import File, Storage
+from pk.log.storage import Storage
 
-#: So many files are open at a time: other opens need descriptors, too.
-TOGETHER_MAX = 64
+#: So many files are replaced together.  More take hardly longer, and if one of them fails, all are
+#: left to their plans.
+TOGETHER_MAX = 256
 
 
 class EpochFile(NamedTuple):
@@ -50,22 +52,8 @@ def replace_together(storage: Storage, files: Sequence[EpochFile]) -> None:
 
 
 def _replace(storage: Storage, files: Sequence[EpochFile]) -> None:
-    temporary = [f"{each.path}/{epochs.FILE}.tmp" for each in files]
-    opened: list[File] = []
     try:
-        try:
-            for name, each in zip(temporary, files, strict=True):
-                file = storage.open(name, create=True)
-                opened.append(file)
-                file.truncate(0)
-                file.append([each.content])
-            storage.sync_all(opened)
-        finally:
-            for file in opened:
-                file.close()
-        for name, each in zip(temporary, files, strict=True):
-            storage.rename(name, f"{each.path}/{epochs.FILE}")
-        storage.sync_all((), [each.path for each in files])
+        storage.replace_all({f"{each.path}/{epochs.FILE}": each.content for each in files})
     except (errors.PkError, FileNotFoundError):
         return
     for each in files:

@@ -21,9 +21,10 @@ import os
 import shutil
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from pk import errors
@@ -35,7 +36,8 @@ T = TypeVar("T")
 
 LOCK_NAME = ".lock"
 READ_THREADS = 4
-#: How many syncs `sync_all` runs at once: file systems commit those that wait together as one.
+#: How many steps `sync_all` and `replace_all` run at once: file systems commit the syncs that wait
+#: together as one.
 SYNC_THREADS = 32
 COMPUTE_THREADS = 2
 #: Errors that pass and do not mean that the disk failed: no space, or those of `EXHAUSTED`.
@@ -52,6 +54,39 @@ def _opened(path: str, flags: int) -> int:
         if cause.errno not in NO_DESCRIPTOR or not POOL.release(_RELEASED):
             raise
         return os.open(path, flags, 0o644)
+
+
+def _tmp(path: str) -> str:
+    return path + ".tmp"
+
+
+def _together(jobs: Iterable[Callable[[], None]]) -> None:
+    """Run the jobs in at most SYNC_THREADS threads.  Raises the first failure; jobs that have not
+    begun by then do not run.
+    """
+    left = deque(jobs)
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        while left and not failures:
+            try:
+                job = left.popleft()
+            except IndexError:
+                return  # another thread took the last one
+            try:
+                job()
+            except BaseException as failure:  # the caller handles every error
+                failures.append(failure)
+
+    helpers = min(SYNC_THREADS, len(left)) - 1
+    threads = [threading.Thread(target=work, name="pk-sync") for _ in range(helpers)]
+    for thread in threads:
+        thread.start()
+    work()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
 
 
 class RealStorage:
@@ -198,30 +233,9 @@ class RealStorage:
             self._spare_fd = os.dup(self._lock_fd)
 
     def sync_all(self, files: Sequence[File], directories: Sequence[str] = ()) -> None:
-        jobs: deque[Callable[[], None]] = deque(file.sync for file in files)
-        jobs.extend(partial(self.sync_dir, path) for path in directories)
-        failures: list[BaseException] = []
-
-        def work() -> None:
-            while jobs and not failures:
-                try:
-                    job = jobs.popleft()
-                except IndexError:
-                    return  # another thread took the last descriptor
-                try:
-                    job()
-                except BaseException as failure:  # the caller handles every error
-                    failures.append(failure)
-
-        helpers = min(SYNC_THREADS, len(jobs)) - 1
-        threads = [threading.Thread(target=work, name="pk-sync") for _ in range(helpers)]
-        for thread in threads:
-            thread.start()
-        work()
-        for thread in threads:
-            thread.join()
-        if failures:
-            raise failures[0]
+        _together(
+            [file.sync for file in files] + [partial(self.sync_dir, path) for path in directories]
+        )
 
     def read_file(self, path: str) -> bytes:
         try:
@@ -236,18 +250,25 @@ class RealStorage:
             raise errors.StorageFailed(f"{self.root}: reading {path}: {cause.strerror}") from cause
 
     def replace_file(self, path: str, data: bytes) -> None:
+        self.replace_all({path: data})
+
+    def replace_all(self, files: Mapping[str, bytes]) -> None:
         self.check_writable()
-        self._check_there(f"replacing {path}")
-        temporary = path + ".tmp"
-        file = self.open(temporary, create=True)
+        self._check_there(f"replacing {', '.join(islice(files, 1))}")
+        _together([partial(self._write_synced, _tmp(path), data) for path, data in files.items()])
+        # ext4 waits for the disk while it frees what a rename replaces: 2 ms for each
+        _together([partial(self.rename, _tmp(path), path) for path in files])
+        directories = dict.fromkeys(map(os.path.dirname, files))
+        _together([partial(self.sync_dir, path) for path in directories])
+
+    def _write_synced(self, path: str, data: bytes) -> None:
+        file = self.open(path, create=True)
         try:
             file.truncate(0)
             file.append([data])
             file.sync()
         finally:
             file.close()
-        self.rename(temporary, path)
-        self.sync_dir(os.path.dirname(path))
 
     def _do(self, work: Callable[[], Any], doing: str) -> None:
         self.check_writable()

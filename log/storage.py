@@ -22,7 +22,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from pk.world import Buffer as Buffer
@@ -110,6 +110,12 @@ class Storage(Protocol):
 
     def replace_file(self, path: str, data: bytes) -> None:
         """Replace a file's content atomically, SYNCED: temporary file, sync, rename, sync_dir."""
+        ...
+
+    def replace_all(self, files: Mapping[str, bytes]) -> None:
+        """`replace_file` for all these files, by path, each step for all of them in parallel where
+        the disk allows it.  Raises if any step fails (D2); then none counts as replaced.
+        """
         ...
 
     def free_bytes(self) -> int:

@@ -27,7 +27,7 @@ import contextlib
 import itertools
 import os
 import random
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -489,16 +489,21 @@ class SimStorage:
         return bytes(node.data)
 
     def replace_file(self, path: str, data: bytes) -> None:
-        temporary = path + ".tmp"
-        file = self.open(temporary, create=True)
-        try:
-            file.truncate(0)
-            file.append([data])
-            file.sync()
-        finally:
-            file.close()
-        self.rename(temporary, path)
-        self.sync_dir(os.path.dirname(path))
+        self.replace_all({path: data})
+
+    def replace_all(self, files: Mapping[str, bytes]) -> None:
+        for path, data in files.items():
+            file = self.open(path + ".tmp", create=True)
+            try:
+                file.truncate(0)
+                file.append([data])
+                file.sync()
+            finally:
+                file.close()
+        for path in files:
+            self.rename(path + ".tmp", path)
+        for path in dict.fromkeys(map(os.path.dirname, files)):
+            self.sync_dir(path)
 
     def free_bytes(self) -> int:
         return 2**50 if self.capacity is None else max(0, self.capacity - self.used_bytes())

@@ -7,13 +7,14 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pk import errors
-from pk.log.files import RealStorage
+from pk.log.files import SYNC_THREADS, RealStorage
 
 
 def test_a_full_disk_is_locked_all_the_same(
@@ -215,3 +216,30 @@ def test_a_directory_that_went_from_under_its_owner_has_failed(tmp_path: Path) -
         assert storage.failed is not None
     finally:
         storage.unlock()
+
+
+def test_files_that_are_replaced_together_wait_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step waits until as many threads are in it as there are files, and begins when the step
+    before has ended for all: the new content is SYNCED before a name leads to it.
+    """
+    storage = RealStorage(str(tmp_path))
+    names = [f"d{number}/f" for number in range(SYNC_THREADS)]
+    for name in names:
+        storage.make_dir(name.partition("/")[0])
+        storage.replace_file(name, b"before")
+    steps: list[str] = []
+
+    def waiting(step: str, real: Any, together: threading.Barrier, *args: Any) -> None:
+        together.wait()
+        real(*args)
+        steps.append(step)
+
+    for step in ("fdatasync", "rename", "fsync"):
+        together = threading.Barrier(len(names), timeout=30)
+        monkeypatch.setattr(f"os.{step}", partial(waiting, step, getattr(os, step), together))
+    storage.replace_all(dict.fromkeys(names, b"after"))
+    count = len(names)
+    assert steps == ["fdatasync"] * count + ["rename"] * count + ["fsync"] * count
+    assert [storage.read_file(name) for name in names] == [b"after"] * count

@@ -268,6 +268,23 @@ def test_one_failure_fails_all_that_is_synced_with_it(
     assert storage.failed is not None
 
 
+def test_replace_all(storage: Storage) -> None:
+    names = [f"d{number}/f" for number in range(20)]
+    for name in names:
+        storage.make_dir(name.partition("/")[0])
+    for turn in (b"one", b"two"):
+        storage.replace_all({name: name.encode() + turn for name in names})
+        assert [storage.read_file(name) for name in names] == [
+            name.encode() + turn for name in names
+        ]
+        assert all(storage.list(f"d{number}") == ["f"] for number in range(20))
+    storage.replace_all({})
+    with pytest.raises(FileNotFoundError):
+        storage.replace_all({"none/f": b"x", names[0]: b"three"})
+    assert storage.failed is None
+    assert storage.read_file(names[0]) == names[0].encode() + b"two"
+
+
 # -- failures, provoked in each kind's own way -----------------------------------------------------
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import pytest
 
@@ -14,7 +14,6 @@ from pk.log.epoch_files import epoch_file_of, replace_together
 from pk.log.manager import LogManager
 from pk.log.partition_log import PartitionLog
 from pk.log.plan import WritePlan
-from pk.log.storage import File
 from pk.types import PartitionKey, TopicPartition
 from tests.unit.log.house import CONFIG, House, run
 
@@ -83,24 +82,24 @@ def test_a_plan_replaces_no_file_that_was_replaced(monkeypatch: pytest.MonkeyPat
     run(main)
 
 
-def test_few_files_are_open_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thousand descriptors are a usual limit, and connections need them, too."""
-    monkeypatch.setattr(epoch_files, "TOGETHER_MAX", 2)
+def test_few_files_are_replaced_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If one of them fails, all of them are left to their plans."""
+    monkeypatch.setattr(epoch_files, "TOGETHER_MAX", 3)
 
     async def main() -> None:
         house = House()
         of = await logs(house)
         storage, together = house.storages[0], list[int]()
-        sync_all = storage.sync_all
+        replace_all = storage.replace_all
 
-        def counted(files: Sequence[File], directories: Sequence[str] = ()) -> None:
+        def counted(files: Mapping[str, bytes]) -> None:
             together.append(len(files))
-            sync_all(files, directories)
+            replace_all(files)
 
-        monkeypatch.setattr(storage, "sync_all", counted)
+        monkeypatch.setattr(storage, "replace_all", counted)
         plans = [decided(log, 7) for log in of]
         replaced(house, of, plans)
-        assert max(together) == 2
+        assert together == [3, 1]
         assert all(plan.epochs_synced for plan in plans)
 
     run(main)
