@@ -5,9 +5,11 @@ World-generic.  A reply is made from the broker's image of committed records.  A
 sends it with correlation id 0.  Changes that follow each other quickly cause one push.  A push that
 equals the last push is not sent.  A request that `adds` topics extends what the stream watches.
 
-Invariant
+Invariants
   M1  Pushes of a stream are in the order of the metadata log, and the last push is never older than
       the image.
+  M2  A topic is described once for each state of the image, however many clients get it.
+      The description follows from the image and from settings that do not change.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ from collections.abc import Callable, Iterable
 
 from pk import errors
 from pk.server.metadata.cache import MetadataCache
-from pk.server.metadata.image import PartitionState, TopicState
+from pk.server.metadata.image import MetadataImage, PartitionState, TopicState
 from pk.server.replica.context import ControllerChannel, Environment, MetadataProgress
 from pk.tasks import TaskRegistry
-from pk.types import NONE, NodeId
+from pk.types import NONE, NodeId, Offset, TopicId
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import head_of
@@ -54,6 +56,8 @@ class MetadataRequests:
         self._metadata = metadata
         self._controller = controller
         self._progress = progress
+        self._seen: tuple[MetadataImage, Offset] | None = None  #: of the descriptions below (M2)
+        self._described: dict[TopicId, bytes] = {}  #: encoded: messages take several times as much
 
     def reply(self, request: wire.MetadataRequest) -> wire.MetadataReply:
         """Return the metadata of the requested topics; an unknown topic has an error instead."""
@@ -105,7 +109,18 @@ class MetadataRequests:
             self._env.warn("auto_create_failed", topics=",".join(missing), error=error.message)
 
     def _describe(self, topic: TopicState, reply: wire.MetadataReply) -> None:
-        info = reply.topics.add(name=topic.name, topic_id=topic.topic_id, internal=topic.internal)
+        image = self._metadata.image
+        if self._seen is None or self._seen[0] is not image or self._seen[1] != image.offset:
+            self._seen = image, image.offset
+            self._described.clear()
+        described = self._described.get(topic.topic_id)
+        if described is None:
+            described = self._info_of(topic).SerializeToString()
+            self._described[topic.topic_id] = described
+        reply.topics.add().MergeFromString(described)
+
+    def _info_of(self, topic: TopicState) -> wire.TopicInfo:
+        info = wire.TopicInfo(name=topic.name, topic_id=topic.topic_id, internal=topic.internal)
         wanted = self._metadata.settings_of(topic.name)
         for name in _FOR_CLIENTS:
             value = wanted[name]
@@ -125,6 +140,7 @@ class MetadataRequests:
                 offline_replicas=[each for each in state.replicas if not available(each)],
                 unclean_epoch=None if state.unclean_epoch == NONE else state.unclean_epoch,
             )
+        return info
 
 
 def _whom_to_ask(state: PartitionState, available: Callable[[NodeId], bool]) -> NodeId:
