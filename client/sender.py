@@ -32,6 +32,8 @@ Invariants
   N5  With a transactional id, each transaction has a pair (producer id, epoch) of its own, and the
       sender never changes it.  After the first batch that failed, no other batch of the transaction
       is sent (`_abandon`).
+  N6  Partitions that fail in one step, equally often, are tried again in one step: a step looks at
+      every partition with work.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from functools import partial
 from typing import Any
 
 from pk import errors, limits
-from pk.backoff import Retry, client_jitter, exponential_ms
+from pk.backoff import CommonJitter, Retry, exponential_ms
 from pk.client.endings import NOT_STORED, OUT_OF_SIGHT, STALE, perhaps_stored, refused_batch
 from pk.client.metadata import LeaderAndEpoch, Metadata
 from pk.client.producer_batch import (
@@ -99,7 +101,8 @@ class Sender:
         self._request_timeout_ms: int = options["request_timeout_ms"]
         self._delivery_timeout_ms: int = options["delivery_timeout_ms"]
         bounds_ms = (options["retry_backoff_ms"], options["retry_backoff_max_ms"])
-        self._new_retry = partial(Retry, bounds_ms, client_jitter(rng))
+        self._jitter = CommonJitter(rng)  #: of the partitions that fail in one step (N6)
+        self._new_retry = partial(Retry, bounds_ms, self._jitter)
         #: partitions with work, in fair order
         self._active: dict[PartitionKey, PartitionBatches] = {}
         #: partitions without work, kept for their sequences
@@ -125,6 +128,7 @@ class Sender:
     def step(self, event: SenderEvent, now_ms: int) -> Sequence[Effect]:
         """Handle `event`; returns the effects that the shell performs in order."""
         self._effects = []
+        self._jitter.renew()
         self._steps[type(event)](event, now_ms)
         if self._timer is not None and self._timer <= now_ms:
             self._timer = None

@@ -35,6 +35,27 @@ def client_jitter(rng: random.Random) -> Jitter:
     return lambda wait_ms: wait_ms * (0.8 + 0.4 * rng.random())
 
 
+class CommonJitter:
+    """The jitter of clients for many back-offs: those that fail in one round wait equally long.
+
+    What failed together is then tried together, in few rounds.  `renew` begins the next round.
+    """
+
+    __slots__ = ("_factor", "_jitter")
+
+    def __init__(self, rng: random.Random) -> None:
+        self._jitter = client_jitter(rng)
+        self._factor: float | None = None
+
+    def __call__(self, wait_ms: float) -> float:
+        if self._factor is None:
+            self._factor = self._jitter(1.0)
+        return wait_ms * self._factor
+
+    def renew(self) -> None:
+        self._factor = None
+
+
 def exponential_ms(initial_ms: int, max_ms: int, attempts: int) -> int:
     """Return the wait after `attempts` failures in a row, without jitter; it doubles from
     `initial_ms`.

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from pk.backoff import Backoff, client_jitter, equal_jitter, exponential_ms
+from pk.backoff import Backoff, CommonJitter, client_jitter, equal_jitter, exponential_ms
 
 
 def test_waits_double_up_to_the_bound() -> None:
@@ -71,3 +71,15 @@ def test_the_injected_generator_decides() -> None:
     without = Backoff((100, 400))
     without.next_ms()
     assert rng.getstate() == same.getstate()
+
+
+def test_back_offs_that_fail_in_one_round_wait_equally_long() -> None:
+    jitter = CommonJitter(random.Random(1))
+    waits = []
+    for _ in range(50):
+        several = {Backoff((100, 1_000), jitter).next_ms() for _ in range(20)}
+        assert len(several) == 1
+        waits += several
+        jitter.renew()
+    assert len(set(waits)) > 40
+    assert all(80 <= wait <= 120 for wait in waits)
