@@ -23,7 +23,7 @@ from pk.sim.cluster import SimCluster
 from pk.sim.oracle import Oracle
 from pk.sim.samples import Observer
 from pk.tiering import layout
-from pk.tiering.accounting import held_by
+from pk.tiering.data_files import held_by
 from pk.tiering.table import Snapshot
 from pk.types import TopicId
 

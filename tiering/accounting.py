@@ -27,12 +27,16 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from pk import errors
-from pk.tiering.data_files import DataFile
+from pk.tiering.data_files import DataFile, held_by, is_whole
 from pk.tiering.layout import SUM_MODULUS, PartitionCounters, parse_written_path
+from pk.tiering.live_files import Columns, PartitionFiles
 from pk.types import NONE, Offset
 
 #: The row sum of a file that cannot be read.
@@ -50,7 +54,7 @@ class SnapshotView(Protocol):
 
     def partition(self, partition: int) -> PartitionCounters: ...
 
-    def files_of(self, partition: int) -> Sequence[DataFile]: ...
+    def files_of(self, partition: int) -> PartitionFiles: ...
 
     def rows_missing(self, partition: int) -> RowsMissing | None: ...
 
@@ -88,54 +92,38 @@ class Suspect(NamedTuple):
     files: tuple[DataFile, ...]
 
 
-def account(files: Sequence[DataFile], counters: PartitionCounters) -> RowBalance | None:
+def account(files: PartitionFiles, counters: PartitionCounters) -> RowBalance | None:
     """Returns how many rows `files` lack; None if that is unknown (N3)."""
-    live = [file for file in files if file.max_offset >= counters.start]
-    if any(_unknown(file) for file in live):
+    live = files.columns(counters.start)
+    rows = live["rows"]
+    if bool((~live["stats"] & (rows == 0)).any()):
         return None
-    missing = counters.rows - counters.removed - sum(file.rows for file in live)
-    spare = sum(min(file.rows, max(0, counters.start - held_by(file)[0])) for file in live)
+    missing = counters.rows - counters.removed - int(rows.sum())
+    spare = int(np.minimum(rows, np.maximum(0, counters.start - live["start"])).sum())
     first, below = _whole_upto(live, counters.start), _whole_from(live, counters.end)
     return RowBalance(missing, first, below, spare)
 
 
-def _unknown(file: DataFile) -> bool:
-    return not file.stats and not file.rows
-
-
-def held_by(file: DataFile) -> tuple[Offset, Offset]:
-    """Returns the range of offsets `[start, end)` that a file is responsible for."""
-    name = parse_written_path(file.path)
-    if name is not None:
-        return name.start, name.end
-    return file.min_offset, file.max_offset + 1
-
-
-def is_whole(file: DataFile) -> bool:
-    """Returns whether the file holds every row between its bounds."""
-    if parse_written_path(file.path) is not None:
-        return True
-    return file.rows == file.max_offset - file.min_offset + 1
-
-
-def _whole_upto(live: Sequence[DataFile], start: Offset) -> Offset:
+def _whole_upto(live: Columns, start: Offset) -> Offset:
     """Returns the offset where the run of adjoining whole files that begins at `start` ends."""
-    at = start
-    for low, high in sorted(held_by(file) for file in live if is_whole(file)):
-        if low > at:
-            break
-        at = max(at, high)
-    return at
+    whole = live[live["whole"]]
+    order = np.lexsort((whole["end"], whole["start"]))
+    lows, ends = whole["start"][order], whole["end"][order]
+    reached = np.maximum.accumulate(np.concatenate(([start], ends)))
+    return _where(reached, lows > reached[:-1])
 
 
-def _whole_from(live: Sequence[DataFile], end: Offset) -> Offset:
-    at = end
-    for file in sorted(live, key=held_by, reverse=True):
-        start, stop = held_by(file)
-        if stop != at or not is_whole(file):
-            break
-        at = start
-    return at
+def _whole_from(live: Columns, end: Offset) -> Offset:
+    """Returns the offset where the run of adjoining whole files that ends at `end` begins."""
+    order = np.lexsort((-live["end"], -live["start"]))
+    starts, stops, whole = (live[name][order] for name in ("start", "end", "whole"))
+    reached = np.concatenate(([end], starts))
+    return _where(reached, (stops != reached[:-1]) | ~whole)
+
+
+def _where(reached: npt.NDArray[np.int64], apart: npt.NDArray[np.bool_]) -> Offset:
+    """Returns what was reached before the first file that lies apart, or by all files."""
+    return int(reached[np.append(apart, True).argmax()])
 
 
 def rows_missing(snapshot: SnapshotView, partition: int) -> RowsMissing | None:
@@ -168,7 +156,8 @@ def missing_of(snapshot: SnapshotView, partitions: Iterable[int]) -> dict[int, R
 def _gaps(snapshot: SnapshotView, partition: int) -> Iterator[tuple[Offset, Offset]]:
     counters = snapshot.partition(partition)
     at = counters.start
-    for start, stop in sorted(map(held_by, snapshot.files_of(partition))):
+    held = snapshot.files_of(partition).columns()
+    for start, stop in sorted(zip(held["start"].tolist(), held["end"].tolist(), strict=True)):
         if start > at:
             yield at, min(start, counters.end)
         at = max(at, stop)
@@ -217,7 +206,7 @@ def check_rows(uri: str, snapshot: SnapshotView) -> None:
 
 
 def settled(
-    files: Sequence[DataFile],
+    files: PartitionFiles,
     counters: PartitionCounters,
     start: Offset,
     sums: Mapping[str, int] | None = None,
@@ -225,7 +214,7 @@ def settled(
     """Returns the counters after `:start` has moved to `start`.  Rows of files wholly below it
     count as removed (N1), and missing rows below it are settled (N2).  `sums`: row sums of files
     whose names do not state them (N6)."""
-    passed = [file for file in files if counters.start <= file.max_offset < start]
+    passed = [file for file in files.below(start) if file.max_offset >= counters.start]
     left = sum(file.rows for file in passed)
     found = account(files, counters)
     moved = counters._replace(start=start, removed=counters.removed + left)
@@ -240,10 +229,10 @@ def settled(
 
 
 def rebased(
-    files: Sequence[DataFile], counters: PartitionCounters, sums: Mapping[str, int] | None
+    files: PartitionFiles, counters: PartitionCounters, sums: Mapping[str, int] | None
 ) -> PartitionCounters:
     """Returns the counters with the removed_sum that makes the live files' sums add up (N6)."""
-    live = [file for file in files if file.max_offset >= counters.start]
+    live = files.live(counters.start)
     removed_sum = (counters.sum - total_sum(live, sums or {})) % SUM_MODULUS
     return counters._replace(removed_sum=removed_sum)
 
@@ -261,22 +250,22 @@ def total_sum(files: Iterable[DataFile], sums: Mapping[str, int]) -> int:
 
 
 def unsummed(
-    files: Sequence[DataFile], counters: PartitionCounters, start: Offset, sums: Mapping[str, int]
+    files: PartitionFiles, counters: PartitionCounters, start: Offset, sums: Mapping[str, int]
 ) -> list[DataFile]:
     """Returns the files whose row sums `settled` needs and that are not known (N6)."""
     found = account(files, counters)
     settles = found is not None and (found.settles or (found.missing > 0 and found.below <= start))
-    passed = [file for file in files if counters.start <= file.max_offset < start]
-    needed = passed
+    passed = [file for file in files.below(start) if file.max_offset >= counters.start]
+    needed: Iterable[DataFile] = passed
     unknown = counters.removed and not counters.removed_sum
     unknown = unknown or any(row_sum_of(file, sums) == UNREADABLE for file in passed)
-    if settles or (passed and unknown):
-        live = [file for file in files if file.max_offset >= start]
-        needed = live if settles or not any(row_sum_of(f, sums) is None for f in passed) else passed
+    unread = any(row_sum_of(file, sums) is None for file in passed)
+    if settles or (passed and unknown and not unread):
+        needed = files.live(start)
     return [file for file in needed if row_sum_of(file, sums) is None]
 
 
-def is_due(files: Sequence[DataFile], counters: PartitionCounters) -> bool:
+def is_due(files: PartitionFiles, counters: PartitionCounters) -> bool:
     """Returns whether a commit would settle missing rows with `:start` where it is now (N2)."""
     found = account(files, counters)
     if found is None:
@@ -291,7 +280,7 @@ def suspects(snapshot: SnapshotView, partition: int) -> list[Suspect]:
     A range with a file that reaches beyond it (written by another engine's Z-order) is left out.
     """
     counters = snapshot.partition(partition)
-    live = [file for file in snapshot.files_of(partition) if file.max_offset >= counters.start]
+    live = list(snapshot.files_of(partition).live(counters.start))
     found: list[Suspect] = []
     at = counters.start
     bounds = [held_by(file) for file in live if is_whole(file)]

@@ -344,7 +344,7 @@ class DeltaLogTable:
         return Snapshot(
             snapshot.version,
             snapshot.table_id,
-            {**snapshot.files, **found},
+            snapshot.files.after((), found.values()),
             snapshot.counters,
             snapshot.protocol,
             snapshot.restored,

@@ -7,24 +7,31 @@ table, and the check of what pk accepts (rule T8).
 
 from __future__ import annotations
 
+import functools
+import itertools
 import re
 import urllib.parse
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 from deltalake import DeltaTable
 from deltalake.exceptions import CommitFailedError, DeltaError
 from deltalake.transaction import AddAction
 
 from pk import errors
 from pk.tiering import layout, log_check
-from pk.tiering.data_files import OFFSET_MAX, DataFile, NewFile
+from pk.tiering.data_files import OFFSET_MAX, DataFile, NewFile, by_offset
 from pk.tiering.layout import PARTITION_COLUMN, TABLE_SCHEMA, PartitionCounters, app_id
+from pk.tiering.live_files import LiveFiles
 from pk.tiering.store_errors import error_text
 from pk.tiering.table import CommitConflict, TableProtocol
 
 _SCHEME = re.compile("[a-zA-Z][a-zA-Z0-9+.-]*:")
+#: Files that are made at once when a version is read.
+FILES_AT_ONCE = 1_024
 
 
 def add_action(new: NewFile, stats: str) -> AddAction:
@@ -40,33 +47,45 @@ def add_action(new: NewFile, stats: str) -> AddAction:
     )
 
 
-def files_of(actions: pa.Table) -> dict[str, DataFile]:
+def files_of(actions: pa.Table) -> LiveFiles:
     """Returns the live files from deltalake's flattened add actions; missing statistics become
     "anything".  Raises `TierTableChanged` for a path that leads out of the table."""
-    count = actions.num_rows
-
-    def column(name: str, default: Any) -> list[Any]:
-        if name not in actions.column_names:
-            return [default] * count
-        values = actions.column(name)
-        if pa.types.is_timestamp(values.type):
-            values = values.cast(pa.timestamp("ms", tz="UTC"), safe=False).cast(pa.int64())
-        return [default if value is None else value for value in values.to_pylist()]
-
-    rows = zip(
-        column("path", ""),
-        column(f"partition.{PARTITION_COLUMN}", 0),
-        column("min.offset", 0),
-        column("max.offset", OFFSET_MAX),
-        column("min.timestamp", -(2**62)),
-        column("max.timestamp", 2**62),
-        column("num_records", 0),
-        column("size_bytes", 0),
-        _have_stats(actions),
-        strict=True,
+    table = pa.table(
+        {
+            "path": actions.column("path"),
+            "partition": _numbers(actions, f"partition.{PARTITION_COLUMN}", 0),
+            "min_offset": _numbers(actions, "min.offset", 0),
+            "max_offset": _numbers(actions, "max.offset", OFFSET_MAX),
+            "min_timestamp_ms": _numbers(actions, "min.timestamp", -(2**62)),
+            "max_timestamp_ms": _numbers(actions, "max.timestamp", 2**62),
+            "rows": _numbers(actions, "num_records", 0),
+            "size": _numbers(actions, "size_bytes", 0),
+            "stats": _have_stats(actions),
+        }
     )
-    files = [DataFile(_relative(row[0]), int(row[1]), *row[2:]) for row in rows]
-    return {file.path: file for file in files}
+    if pc.count_distinct(table["path"]).as_py() < table.num_rows:  # a damaged log
+        return LiveFiles.of(_files(table, np.arange(table.num_rows)))
+    keys = [table[name].to_numpy() for name in ("max_offset", "min_offset", "partition")]
+    files = _files(table, np.lexsort(keys))
+    same = itertools.groupby(files, lambda file: (file.partition, *by_offset(file)[:2]))
+    return LiveFiles.ordered(file for _, some in same for file in sorted(some, key=by_offset))
+
+
+def _files(table: pa.Table, order: npt.NDArray[np.int64]) -> Iterator[DataFile]:
+    """Returns the rows of a table as files; makes few of them at once, for they are large."""
+    for at in range(0, len(order), FILES_AT_ONCE):
+        some = table.take(order[at : at + FILES_AT_ONCE])
+        for path, *facts in zip(*(column.to_pylist() for column in some.columns), strict=True):
+            yield DataFile(_relative(path), *facts)
+
+
+def _numbers(actions: pa.Table, name: str, default: int) -> pa.ChunkedArray | pa.Array:
+    if name not in actions.column_names:
+        return pa.repeat(pa.scalar(default, pa.int64()), actions.num_rows)
+    values = actions.column(name)
+    if pa.types.is_timestamp(values.type):
+        values = values.cast(pa.timestamp("ms", tz="UTC"), safe=False)
+    return pc.fill_null(values.cast(pa.int64()), default)
 
 
 def null_values_of(actions: pa.Table) -> dict[str, int]:
@@ -93,13 +112,12 @@ def _relative(quoted: str) -> str:
     return path
 
 
-def _have_stats(actions: pa.Table) -> list[bool]:
+def _have_stats(actions: pa.Table) -> pa.ChunkedArray | pa.Array:
     """Returns which files have the statistics by which rows are counted and found."""
     wanted = ("num_records", "min.offset", "max.offset")
     if not set(wanted) <= set(actions.column_names):
-        return [False] * actions.num_rows
-    known = [actions.column(name).is_valid().to_pylist() for name in wanted]
-    return [all(each) for each in zip(*known, strict=True)]
+        return pa.repeat(pa.scalar(False), actions.num_rows)
+    return functools.reduce(pc.and_, [actions.column(name).is_valid() for name in wanted])
 
 
 def protocol_of(handle: DeltaTable) -> TableProtocol:

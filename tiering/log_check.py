@@ -255,15 +255,15 @@ def _path(action: Any) -> str:
 class CommitWalk:
     """Reads a table's newest commits backwards and compares its files with them.
 
-    `known` is the newest version that was compared before, -1 if there is none.  The caller asks
-    for `wanted` versions, passes each commit to `take` until `wanted` is empty, then calls
-    `finish`.
+    `found` are the sums of the files of `version`.  `known` is the newest version that was compared
+    before, -1 if there is none.  The caller asks for `wanted` versions, passes each commit to
+    `take` until `wanted` is empty, then calls `finish`.
     """
 
-    def __init__(self, uri: str, version: int, files: Mapping[str, DataFile], known: int) -> None:
+    def __init__(self, uri: str, version: int, found: FileSums, known: int) -> None:
         self._uri = uri
         self._version = version
-        self._files = files
+        self._found = found
         self._known = known
         self._next = version
         self._base: FileSums | None = None  #: of pk's newest commit
@@ -305,9 +305,7 @@ class CommitWalk:
         expected = [self._followed(again) for again in (False, True)]
         expected.append((self._base.files, self._base.paths))
         facts = None if self._behind else self._base.facts
-        _check_sums(
-            self._uri, self._version, self._files.values(), expected, facts, len(self._behind)
-        )
+        _check_sums(self._uri, self._version, self._found, expected, facts, len(self._behind))
 
     def _followed(self, again: bool) -> tuple[int, int]:
         """Returns number and hash of the paths after the commits of other engines; `again`: the
@@ -336,7 +334,7 @@ def compare(
     """Raises `TierTableChanged` unless `files` are what was committed up to `version`; `read`
     returns the JSON of a version."""
     check_names(uri, version, files.values())
-    walk = CommitWalk(uri, version, files, -1)
+    walk = CommitWalk(uri, version, FileSums().plus(files.values()), -1)
     while wanted := walk.wanted():
         for each in wanted:
             walk.take(each, read(each))
@@ -359,15 +357,15 @@ def check_counters(
         )
 
 
-def check_sums(uri: str, version: int, files: Iterable[DataFile], said: FileSums) -> None:
-    """Raises `TierTableChanged` unless the live files match the sums `said`."""
-    _check_sums(uri, version, files, [(said.files, said.paths)], said.facts)
+def check_sums(uri: str, version: int, found: FileSums, said: FileSums) -> None:
+    """Raises `TierTableChanged` unless the sums of the live files are those that were `said`."""
+    _check_sums(uri, version, found, [(said.files, said.paths)], said.facts)
 
 
 def _check_sums(
     uri: str,
     version: int,
-    files: Iterable[DataFile],
+    found: FileSums,
     expected: Sequence[tuple[int, int]],
     facts: int | None,
     foreign: int = 0,
@@ -375,7 +373,6 @@ def _check_sums(
     """Compares sums: `expected` are the possible values of number and hash of the paths; `facts`
     None = the hash of the facts is unknown; `foreign`: how many commits of other engines are the
     newest ones."""
-    found = FileSums().plus(files)
     what = ""
     if (found.files, found.paths) not in expected:
         what = f"names {found.files} files, the commits say {expected[0][0]}"

@@ -35,7 +35,7 @@ async def compare(store: ObjectStore, home: str, uri: str, snapshot: Snapshot, k
     `known` is the newest version of the same table that was compared before; -1 if there is none.
     """
     log_check.check_names(uri, snapshot.version, snapshot.files.values())
-    walk = log_check.CommitWalk(uri, snapshot.version, snapshot.files, known)
+    walk = log_check.CommitWalk(uri, snapshot.version, snapshot.sums, known)
     while wanted := walk.wanted():
         found = await asyncio.gather(*(read_commit(store, home, each) for each in wanted))
         for version, data in zip(wanted, found, strict=True):

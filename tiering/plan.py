@@ -30,6 +30,7 @@ of such a partition in the restored cluster begins it at the first offset of the
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -237,9 +238,9 @@ def _move_start(draft: _Draft, partition: int, start: LogStart, removing: bool) 
         draft.closed.add(partition)
         return
     low = max(start.target, counters.start)
-    for file in files:
-        if removing and file.max_offset < low and len(draft.removes) < ACTIONS_PER_COMMIT_MAX:
-            draft.removes[file.path] = True
+    if removing:
+        more = ACTIONS_PER_COMMIT_MAX - len(draft.removes)
+        draft.removes.update((file.path, True) for file in itertools.islice(files.below(low), more))
     if unsummed:
         return
     moved = accounting.settled(files, counters, low, draft.sums)
@@ -325,7 +326,7 @@ def _settle(draft: _Draft, item: Submission, result: Plan) -> None:
         if missing is None:
             continue
         files = draft.snapshot.files_of(counter.partition)
-        live = [file for file in files if file.max_offset >= before.start]
+        live = files.live(before.start)
         unsummed = [file for file in live if accounting.row_sum_of(file, draft.sums) is None]
         if unsummed:
             draft.unsummed.update((file.path, file) for file in unsummed)

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pk import errors
-from pk.tiering import accounting
-from pk.tiering.data_files import DataFile
+from pk.tiering.data_files import DataFile, held_by
 from pk.tiering.layout import SUM_MODULUS, parse_job_path, parse_written_path
 from pk.tiering.table import Snapshot
 from pk.types import Offset
@@ -133,7 +132,7 @@ def _sum_of(file: DataFile, remove: wire.RemoveFile) -> int:
 def _span(files: list[DataFile]) -> tuple[Offset, Offset]:
     if not files:
         raise errors.InvalidRequest("the hand-over of a job adds rows")
-    ranges = [accounting.held_by(file) for file in files]
+    ranges = [held_by(file) for file in files]
     return min(low for low, _ in ranges), max(high for _, high in ranges)
 
 

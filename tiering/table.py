@@ -14,7 +14,6 @@ Invariants
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -24,6 +23,7 @@ from pk.tiering import accounting, commit_pacing, layout, log_check
 from pk.tiering.accounting import RowsMissing
 from pk.tiering.data_files import DataFile, NewFile
 from pk.tiering.layout import PartitionCounters
+from pk.tiering.live_files import LiveFiles, PartitionFiles
 from pk.tiering.log_check import FileSums
 from pk.types import NONE, Epoch, Offset
 
@@ -76,7 +76,6 @@ class Snapshot:
     """
 
     __slots__ = (
-        "_by_partition",
         "_missing",
         "_sums",
         "counters",
@@ -99,11 +98,10 @@ class Snapshot:
     ) -> None:
         self.version = version
         self.table_id = table_id
-        self.files = files
+        self.files = files if isinstance(files, LiveFiles) else LiveFiles.of(files.values())
         self.counters = counters
         self.protocol = protocol or TableProtocol()
         self.owners: Mapping[str, int] = {}
-        self._by_partition: dict[int, list[DataFile]] | None = None
         self._sums: FileSums | None = None
         self._missing: dict[int, RowsMissing | None] = {}
         claims = (each.claim for each in counters.values())
@@ -127,41 +125,26 @@ class Snapshot:
         """Returns the counters of `partition`; zeros if the table has none yet."""
         return self.counters.get(partition, _NO_COUNTERS)
 
-    def files_of(self, partition: int) -> Sequence[DataFile]:
+    def files_of(self, partition: int) -> PartitionFiles:
         """Returns the files of `partition` by smallest offset."""
-        if self._by_partition is None:
-            grouped: dict[int, list[DataFile]] = {}
-            for file in self.files.values():
-                grouped.setdefault(file.partition, []).append(file)
-            for files in grouped.values():
-                files.sort(key=_by_offset)
-            self._by_partition = grouped
-        return self._by_partition.get(partition, ())
+        return self.files.partitions.get(partition, _NO_FILES)
 
     def covering(self, partition: int, start: Offset, end: Offset) -> list[DataFile]:
         """Returns the files that may hold offsets of `[start, end)`, by smallest offset."""
-        files = self.files_of(partition)
-        stop = bisect.bisect_left(files, end, key=lambda file: file.min_offset)
-        return [file for file in files[:stop] if file.max_offset >= start]
+        return self.files_of(partition).covering(start, end)
 
     def bytes_of(self, partition: int) -> int:
-        return sum(file.size for file in self.files_of(partition))
+        return self.files_of(partition).bytes
 
     def after(self, commit: Commit, version: int) -> Snapshot:
         """Returns the table's snapshot once `commit` has landed as `version`."""
-        files = dict(self.files)
-        for path in commit.removes:
-            del files[path]
-        for new in commit.adds:
-            files[new.file.path] = new.file
+        files = self.files.after(commit.removes, [new.file for new in commit.adds])
         counters = {**self.counters, **commit.counters}
         later = Snapshot(version, self.table_id, files, counters, self.protocol, self.restored)
         later._sums = self.sums_after(commit)
         later.owners = commit_pacing.owners_after(self.owners, commit.owner, version)
         # Only other engines remove rows without counting them.
         later._missing = {p: None for p, known in self._missing.items() if known is None}
-        if self._by_partition is not None:
-            later._by_partition = self._regrouped(commit)
         return later
 
     def sums_after(self, commit: Commit) -> FileSums:
@@ -169,25 +152,9 @@ class Snapshot:
         left = self.sums.plus([self.files[path] for path in commit.removes], -1)
         return left.plus([new.file for new in commit.adds])
 
-    def _regrouped(self, commit: Commit) -> dict[int, list[DataFile]]:
-        """Returns the files by partition; only lists that the commit touches are sorted again."""
-        assert self._by_partition is not None
-        gone = dict.fromkeys(commit.removes)
-        touched = dict.fromkeys(self.files[path].partition for path in commit.removes)
-        touched.update(dict.fromkeys(new.file.partition for new in commit.adds))
-        grouped = dict(self._by_partition)
-        for partition in touched:
-            kept = [file for file in grouped.get(partition, ()) if file.path not in gone]
-            kept += [new.file for new in commit.adds if new.file.partition == partition]
-            grouped[partition] = sorted(kept, key=_by_offset)
-        return grouped
-
 
 _NO_COUNTERS = PartitionCounters()
-
-
-def _by_offset(file: DataFile) -> tuple[Offset, Offset, str]:
-    return file.min_offset, file.max_offset, file.path
+_NO_FILES = PartitionFiles()
 
 
 @dataclass(slots=True, frozen=True)
@@ -290,7 +257,7 @@ def check_known(uri: str, found: Snapshot, said: Snapshot) -> None:
     """Compares the version that the fake loads with the version that its commits state
     (log_check.py).  Raises `TierTableChanged` if they differ."""
     log_check.check_names(uri, found.version, found.files.values())
-    log_check.check_sums(uri, found.version, found.files.values(), said.sums)
+    log_check.check_sums(uri, found.version, found.sums, said.sums)
     for partition, counters in found.counters.items():
         check = log_check.counters_check(said.partition(partition))
         log_check.check_counters(uri, found.version, partition, counters, check)

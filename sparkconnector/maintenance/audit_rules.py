@@ -20,6 +20,7 @@ from typing import NamedTuple
 from pk.tiering import accounting
 from pk.tiering.data_files import DataFile
 from pk.tiering.layout import SUM_MODULUS, PartitionCounters, parse_job_path, parse_written_path
+from pk.tiering.live_files import PartitionFiles
 from pk.types import Offset
 
 #: Problems that a report names of one partition; the others are counted.
@@ -157,7 +158,7 @@ def _of_file(file: DataFile, facts: FileFacts | None) -> list[str]:
 def _count(
     counters: PartitionCounters, files: Sequence[DataFile], problems: list[str], notes: list[str]
 ) -> None:
-    balance = accounting.account(files, counters)
+    balance = accounting.account(PartitionFiles.of(files), counters)
     if balance is None:
         notes.append("rows are not counted: the log does not state the rows of every file")
     elif balance.settles:

@@ -28,8 +28,8 @@ from pk import errors
 from pk.compaction.plan import CleanablePart, CompactionLimits, CompactionPlan, plan
 from pk.compaction.retain import Cleaning
 from pk.log.batch import TIMESTAMP_MS_MAX
-from pk.tiering import accounting, rewrites
-from pk.tiering.data_files import DataFile
+from pk.tiering import rewrites
+from pk.tiering.data_files import DataFile, held_by
 from pk.tiering.table import Snapshot
 from pk.types import Offset
 
@@ -120,9 +120,7 @@ def clean_partition(
     files = [f for f in snapshot.files_of(partition) if f.max_offset >= counters.start]
     _check(snapshot, partition, files)
     parts = [
-        CleanablePart(
-            *accounting.held_by(file), file.size, file.min_timestamp_ms, file.max_timestamp_ms
-        )
+        CleanablePart(*held_by(file), file.size, file.min_timestamp_ms, file.max_timestamp_ms)
         for file in files
     ]
     parts.sort()
@@ -173,8 +171,8 @@ def _check(snapshot: Snapshot, partition: int, files: Sequence[DataFile]) -> Non
 def _clusters(files: Iterable[DataFile]) -> tuple[tuple[DataFile, ...], ...]:
     found: list[list[DataFile]] = []
     most = -1
-    for file in sorted(files, key=lambda f: (*accounting.held_by(f), f.path)):
-        start, stop = accounting.held_by(file)
+    for file in sorted(files, key=lambda f: (*held_by(f), f.path)):
+        start, stop = held_by(file)
         if not found or start >= most:
             found.append([])
         found[-1].append(file)
@@ -244,7 +242,7 @@ def runs_of(
 def _stretch(
     cluster: tuple[DataFile, ...], changes: Mapping[str, FileChange], times: bool
 ) -> _Stretch:
-    bounds = [accounting.held_by(file) for file in cluster]
+    bounds = [held_by(file) for file in cluster]
     rows, changed = 0, False
     for file in cluster:
         change = changes.get(file.path, FileChange())

@@ -15,8 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from pk.tiering import accounting
-from pk.tiering.data_files import DataFile
+from pk.tiering.data_files import DataFile, held_by, is_whole
 from pk.tiering.table import Snapshot
 from pk.types import Offset
 
@@ -51,7 +50,7 @@ def plan(
         if ends is not None:
             live = [f for f in live if f.max_offset < ends.get(partition, start)]
         if left_alone is not None and (count := left_alone.get(partition)):
-            live = sorted(live, key=accounting.held_by)[count:]
+            live = sorted(live, key=held_by)[count:]
         found += _runs(partition, live, target_bytes)
     return found
 
@@ -68,9 +67,9 @@ def _runs(partition: int, files: Sequence[DataFile], target_bytes: int) -> list[
     runs: list[MergeRun] = []
     run: list[DataFile] = []
     size = 0
-    for file in sorted(files, key=accounting.held_by):
-        small = accounting.is_whole(file) and file.size < target_bytes // 2
-        adjoins = bool(run) and accounting.held_by(run[-1])[1] == accounting.held_by(file)[0]
+    for file in sorted(files, key=held_by):
+        small = is_whole(file) and file.size < target_bytes // 2
+        adjoins = bool(run) and held_by(run[-1])[1] == held_by(file)[0]
         full = size + file.size > target_bytes or len(run) >= FILES_PER_RUN_MAX
         if run and not (small and adjoins and not full):
             _close(partition, run, runs)
@@ -84,5 +83,5 @@ def _runs(partition: int, files: Sequence[DataFile], target_bytes: int) -> list[
 
 def _close(partition: int, run: Sequence[DataFile], runs: list[MergeRun]) -> None:
     if len(run) > 1:
-        start, end = accounting.held_by(run[0])[0], accounting.held_by(run[-1])[1]
+        start, end = held_by(run[0])[0], held_by(run[-1])[1]
         runs.append(MergeRun(partition, start, end, tuple(run)))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -74,7 +74,7 @@ class _Run(NamedTuple):
     table: Snapshot
     before: SnapshotVersion | None
     planned: SnapshotPlan
-    live: dict[str, DataFile]  #: files of the snapshot's newest version, usable or not
+    live: Mapping[str, DataFile]  #: files of the snapshot's newest version, usable or not
 
 
 def snapshot(
@@ -96,7 +96,7 @@ def snapshot(
     place = SnapshotPlace(found, uri, options)
     handle = snapshot_table.opened(uri, options)
     before: SnapshotVersion | None = None
-    live: dict[str, DataFile] = {}
+    live: Mapping[str, DataFile] = {}
     if handle is not None:
         live = snapshot_files.live_files(handle)
         try:

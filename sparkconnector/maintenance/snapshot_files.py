@@ -194,7 +194,7 @@ def _put(
 # -- the commit ------------------------------------------------------------------------------------
 
 
-def live_files(handle: Any) -> dict[str, DataFile]:
+def live_files(handle: Any) -> Mapping[str, DataFile]:
     """Return the live files of a version, whatever engine wrote them."""
     from pk.tiering.delta_actions import files_of
 

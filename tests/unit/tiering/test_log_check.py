@@ -246,23 +246,22 @@ def test_extreme_timestamps_are_the_same_in_the_log(tmp_path: Path) -> None:
 
 def test_a_walk_reads_no_more_than_it_must() -> None:
     """tiering/log_check H3: it reads pk's newest commit, and the commits that were not seen yet."""
-    uri, files = "t", {data(0, 10).path: data(0, 10)}
-    sums = log_check.FileSums().plus(files.values()).text()
-    info: dict[str, Any] = {log_check.FILES: sums}
+    uri, sums = "t", log_check.FileSums().plus([data(0, 10)])
+    info: dict[str, Any] = {log_check.FILES: sums.text()}
     said = log_check.of_actions([{"commitInfo": info}])
     ours = json.dumps({"commitInfo": {**info, log_check.CHECK: said, "timestamp": 3}}).encode()
-    walk = log_check.CommitWalk(uri, 900, files, -1)
+    walk = log_check.CommitWalk(uri, 900, sums, -1)
     assert walk.wanted() == list(range(900, 892, -1))
     walk.take(900, ours)
     assert walk.wanted() == []
     walk.finish()
-    walk = log_check.CommitWalk(uri, 900, files, 897)
+    walk = log_check.CommitWalk(uri, 900, sums, 897)
     for version in (900, 899, 898):
         assert version in walk.wanted()
         walk.take(version, ours if version == 898 else b'{"commitInfo":{}}')
     assert walk.wanted() == []
     walk.finish()
-    walk = log_check.CommitWalk(uri, 900, files, -1)
+    walk = log_check.CommitWalk(uri, 900, sums, -1)
     walk.take(900, None)  # the log was cleaned up: the earlier files are unknown
     assert walk.wanted() == []
     walk.finish()

@@ -26,7 +26,7 @@ from pk.sparkconnector.maintenance.compaction_plan import (
 from pk.sparkconnector.maintenance.compaction_rows import FirstPass, ScannedFile, SecondPass
 from pk.sparkconnector.maintenance.tables import TablePlace
 from pk.tiering import accounting, convert, layout
-from pk.tiering.data_files import DataFile
+from pk.tiering.data_files import DataFile, held_by
 from pk.tiering.layout import FILE_SCHEMA, SUM_MODULUS, PartitionCounters
 from pk.tiering.plan import LogStart, Submission, new_file, plan
 from pk.tiering.table import Commit, Snapshot
@@ -276,7 +276,7 @@ class Bench:
         """Check that files hold every offset from the start, or from where there was no file."""
         self.emptied = self.emptied if live else counters.end
         begin = at = max(counters.start, self.emptied)
-        for low, high in sorted(map(accounting.held_by, live)):
+        for low, high in sorted(map(held_by, live)):
             # The start may have passed every row of a file, and not the offsets behind them, which
             # had no row or lost it to a compaction.
             rows = [offset for offset in range(at, low) if offset in self.every]

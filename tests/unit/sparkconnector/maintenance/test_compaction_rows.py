@@ -18,7 +18,8 @@ from pk.compaction.plan import CompactionLimits
 from pk.sparkconnector.maintenance import compaction_plan, compaction_rows
 from pk.sparkconnector.maintenance.compaction_plan import TopicLimits
 from pk.sparkconnector.maintenance.compaction_rows import FirstPass, ScannedFile
-from pk.tiering import accounting, layout
+from pk.tiering import layout
+from pk.tiering.data_files import held_by
 from pk.tiering.plan import new_file
 from pk.tiering.table import Commit
 from pk.wire import pk_pb2 as wire
@@ -76,7 +77,7 @@ def test_a_file_without_a_row_takes_a_neighbour_with_it(bench: Bench) -> None:
     for key in (K, L, K, M, K):
         bench.append([(key, b"v")])
     compact(bench)
-    bounds = [accounting.held_by(file) for file in bench.snapshot.files_of(0)]
+    bounds = [held_by(file) for file in bench.snapshot.files_of(0)]
     assert sorted(bounds) == [(0, 3), (3, 4), (4, 5)]
     assert offsets(bench) == [1, 3, 4]
 

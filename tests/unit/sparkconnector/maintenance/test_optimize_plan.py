@@ -9,8 +9,8 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from pk.sparkconnector.maintenance.optimize_plan import FILES_PER_RUN_MAX, files_gone, plan
-from pk.tiering import accounting, layout
-from pk.tiering.data_files import DataFile
+from pk.tiering import layout
+from pk.tiering.data_files import DataFile, held_by
 from pk.tiering.layout import DataName, PartitionCounters
 from pk.tiering.table import Snapshot
 
@@ -70,7 +70,7 @@ def test_runs_are_bounded_and_disjoint(sizes: list[int], target: int) -> None:
         at = run.end
         assert 2 <= len(run.files) <= FILES_PER_RUN_MAX
         assert sum(f.size for f in run.files) <= target
-        held = [accounting.held_by(f) for f in run.files]
+        held = [held_by(f) for f in run.files]
         assert held[0][0] == run.start
         assert held[-1][1] == run.end
         assert all(a[1] == b[0] for a, b in pairwise(held))
