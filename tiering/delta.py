@@ -90,6 +90,8 @@ T = TypeVar("T")
 
 THREADS = 4
 DELETES_MAX = 8  #: deletes under way at once
+#: Files of a table up to which deltalake's view of it is kept: it takes 700 bytes a file.
+HANDLE_FILES_MAX = 10_000
 FOLLOWED_MAX = 64  #: commits that are read one after the other; with more, the table is opened
 #: When commits older than the table's log retention are deleted: after the first own checkpoint
 #: this long after the start, and then at this interval.  It lists the whole log.
@@ -227,7 +229,8 @@ class DeltaLogTable:
         self._topic_id = topic_id
         self._path = layout.table_path(topic, topic_id)
         self._uri = tables.uri(self._path)
-        #: deltalake's view of the known version; None = it is older, or the table is not open
+        #: deltalake's view of the known version; None = it is older, or large, or the table is not
+        #: open
         self._handle: DeltaTable | None = None
         self._seen: ObjectInfo | None = None  #: the known version's commit file; None = none
         self._snapshot: Snapshot | None = None
@@ -380,10 +383,9 @@ class DeltaLogTable:
         self._seen = await self._head(snapshot.version)
         self._snapshot = snapshot
 
-    def _open_whole(self, partitions: Sequence[int]) -> tuple[DeltaTable, Snapshot] | None:
+    def _open_whole(self, partitions: Sequence[int]) -> tuple[DeltaTable | None, Snapshot] | None:
         try:
-            handle = DeltaTable(self._uri, storage_options=self._tables.options)
-            return handle, self._read(handle, partitions)
+            return self._read(partitions)
         except TableNotFoundError:
             return None
         except BaseException as cause:
@@ -394,25 +396,26 @@ class DeltaLogTable:
                 error = LogUnreadable(error.message, **error.details)
             raise error from cause
 
-    def _read(self, handle: DeltaTable, partitions: Sequence[int]) -> Snapshot:
-        """Reads a snapshot from the log itself."""
+    def _read(self, partitions: Sequence[int]) -> tuple[DeltaTable | None, Snapshot]:
+        """Reads the newest version from the log itself.  Returns it with deltalake's view of it,
+        unless that is large."""
+        handle = DeltaTable(self._uri, storage_options=self._tables.options)
         protocol = protocol_of(handle)
         metadata = handle.metadata()
         self._table_id = self._table_id or str(metadata.id)
         if str(metadata.id) != self._table_id or protocol != TableProtocol():
             # T8: nothing further is read; the owner refuses it by its protocol or its id
-            return Snapshot(handle.version(), str(metadata.id), {}, {}, protocol)
+            return handle, Snapshot(handle.version(), str(metadata.id), {}, {}, protocol)
         check_columns(self._uri, handle)
         check_properties(self._uri, handle, self._topic_id)
         claim = handle.transaction_version(layout.app_id(self._topic_id, 0, "claim"))
-        return Snapshot(
-            handle.version(),
-            str(metadata.id),
-            files_of(pa.table(handle.get_add_actions(flatten=True))),
-            counters_of(self._uri, handle, self._topic_id, partitions),
-            protocol,
-            first_epoch(NONE if claim is None else claim),
-        )
+        version = handle.version()
+        counters = counters_of(self._uri, handle, self._topic_id, partitions)
+        actions = pa.table(handle.get_add_actions(flatten=True))
+        kept = handle if actions.num_rows <= HANDLE_FILES_MAX else None
+        del handle  # before the files come into memory a second time
+        files, restored = files_of(actions), first_epoch(NONE if claim is None else claim)
+        return kept, Snapshot(version, str(metadata.id), files, counters, protocol, restored)
 
     async def create(self) -> Snapshot:
         async with self._turn:
@@ -468,7 +471,7 @@ class DeltaLogTable:
             else:
                 made = await self._tables.run(doing, lambda: self._merged(given, version))
                 await delta_checkpoint.put(store, home, made)
-                self._recent.made(version, len(made.data))
+                self._recent.made(version, made.plain_bytes)
             if self._tables.now_ms() >= self._clean_ms:
                 self._clean_ms = self._tables.now_ms() + CLEAN_MS
                 await self._tables.ask(f"cleaning the log of {self._uri}", self._clean)

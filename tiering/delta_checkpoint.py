@@ -2,7 +2,8 @@
 
 deltalake's own checkpoint reads each commit since the previous one from the store four times, and
 lists the log.  An owner knows these commits: it wrote or read them.  So it reads the previous
-checkpoint, lets deltalake merge both in a directory of this machine, and puts the result.
+checkpoint, lets deltalake merge both in a directory of this machine, and puts the result.  Of a
+large table deltalake does not see the files that no commit names (checkpoint_files).
 
 A checkpoint holds every live file, so its cost grows with the table and that of a commit does not.
 Therefore the commits between two checkpoints grow with the table, too: a checkpoint comes once they
@@ -26,9 +27,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+import pyarrow as pa
 from deltalake import DeltaTable
 
-from pk.tiering import layout, log_reading
+from pk.tiering import checkpoint_files, layout, log_reading
 from pk.tiering.objects import ObjectStore
 
 #: The fewest commits between two checkpoints.  An owner that does not know the last checkpoint
@@ -45,6 +47,10 @@ COMMITS_READ_MOST = 2 * COMMITS_MOST
 LAST = "_delta_log/_last_checkpoint"
 #: A larger one is left to deltalake.
 CHECKPOINT_BYTES_MAX = 512 * 1024 * 1024
+#: Rows of a checkpoint from which its files are carried over; deltalake merges fewer in less time.
+CARRIED_ROWS_LEAST = 4_096
+#: Fields of `_last_checkpoint` that deltalake writes for a checkpoint in one file.
+_TOLD = frozenset(("version", "size", "sizeInBytes", "numOfAddFiles"))
 #: Fields of `_last_checkpoint` of a checkpoint in several files, which only deltalake reads.
 _IN_PARTS = ("parts", "v2Checkpoint", "sidecarFiles")
 
@@ -54,7 +60,8 @@ class Checkpoint(NamedTuple):
 
     version: int
     data: bytes
-    told: bytes
+    told: bytes = b""  #: b"" = it is not known
+    plain_bytes: int = 0  #: its size before compression, which `RecentCommits` paces with
 
 
 class RecentCommits:
@@ -149,26 +156,57 @@ async def sources(
 
 
 def make(given: Sources, version: int) -> Checkpoint:
-    """Makes a checkpoint.  Runs in a thread; raises what deltalake raises, and `OSError`."""
+    """Makes a checkpoint.  Runs in a thread.
+
+    Raises what deltalake raises, `OSError`, and for a damaged checkpoint or commit `ValueError`,
+    `KeyError`, `TypeError` or `AttributeError`.
+    """
+    before, made = given.previous, None
+    if before is not None and checkpoint_files.rows_of(before.data) >= CARRIED_ROWS_LEAST:
+        made = _carried_over(before, given.commits, version)
+        pa.default_memory_pool().release_unused()
+    return made or _by_deltalake(before, given.commits, version)
+
+
+def _carried_over(
+    before: Checkpoint, commits: Mapping[int, bytes], version: int
+) -> Checkpoint | None:
+    """Makes a checkpoint with the files of the previous one (checkpoint_files); None = deltalake
+    must make it whole."""
+    rest = Checkpoint(before.version, checkpoint_files.without_files(before.data))
+    made = _by_deltalake(rest, commits, version)
+    told = json.loads(made.told)
+    if told.keys() != _TOLD:
+        return None
+    paths = checkpoint_files.paths_of(commits.values())
+    whole = checkpoint_files.with_files(made.data, before.data, paths)
+    if whole is None:
+        return None
+    told["size"] += whole.files
+    told["numOfAddFiles"] += whole.files
+    told["sizeInBytes"] = len(whole.data)
+    return Checkpoint(version, whole.data, json.dumps(told).encode(), whole.plain_bytes)
+
+
+def _by_deltalake(
+    before: Checkpoint | None, commits: Mapping[int, bytes], version: int
+) -> Checkpoint:
+    """Lets deltalake merge a checkpoint with commits, in a directory of this machine."""
     with tempfile.TemporaryDirectory(prefix="pk-checkpoint-") as directory:
         log = Path(directory, "_delta_log")
         log.mkdir()
-        if given.previous is not None:
-            before = given.previous
+        if before is not None:
             Path(directory, checkpoint_file(before.version)).write_bytes(before.data)
             told = {"version": before.version, "size": 0}
             (log / "_last_checkpoint").write_bytes(before.told or json.dumps(told).encode())
-        for each, data in given.commits.items():
+        for each, data in commits.items():
             Path(directory, layout.commit_file(each)).write_bytes(data)
         handle = DeltaTable("file://" + urllib.parse.quote(directory))
         if handle.version() != version:
             raise ValueError(f"the commits end at version {handle.version()}, not at {version}")
         handle.create_checkpoint()
-        return Checkpoint(
-            version,
-            Path(directory, checkpoint_file(version)).read_bytes(),
-            (log / "_last_checkpoint").read_bytes(),
-        )
+        made = Path(directory, checkpoint_file(version)).read_bytes()
+        return Checkpoint(version, made, (log / "_last_checkpoint").read_bytes(), len(made))
 
 
 async def put(store: ObjectStore, home: str, made: Checkpoint) -> None:
