@@ -2,11 +2,12 @@
 
     python -m bench.aged_table [--files 100000] [--commits 100] [--checkpoint-every N]
 
-One owner's table in a directory, without a server.  The table first gets its files, in commits of
-10,000.  Then each commit adds one file, all to one partition, which is the worst case.  It prints
-one line of JSON: the CPU time of a commit in seconds (mean, median, largest; checkpoints included),
-the number of checkpoints, and the peak memory of the process in MB before the files, with them, and
-at the end.
+One owner's table in a directory, without a server, in a process that is set up as the tier's is
+(tiering/resources).  The table first gets its files, in the largest commits that an owner makes.
+Then each commit adds one file, all to one partition, which is the worst case.  It prints one line
+of JSON: the CPU time of a commit in seconds (mean, median, largest; checkpoints included), the
+number of checkpoints, and the peak memory of the process in MB before the files, with them, and at
+the end.
 
 --checkpoint-every: a checkpoint after exactly so many commits, to compare with.
 """
@@ -24,7 +25,7 @@ from pathlib import Path
 
 from pk import settings
 from pk.clock import SystemClock
-from pk.tiering import delta_checkpoint, layout
+from pk.tiering import delta_checkpoint, layout, plan, resources
 from pk.tiering.data_files import DataFile, NewFile
 from pk.tiering.delta import DeltaTables
 from pk.tiering.fsspec_store import open_store
@@ -32,7 +33,7 @@ from pk.tiering.store_settings import StoreSettings
 from pk.tiering.table import Commit, Snapshot
 
 TOPIC, TOPIC_ID = "aged", "5f0b2b0e-7a1e-4f0c-9a51-3f2f5d1c7a10"
-ROWS, FILL = 10, 10_000
+ROWS = 10
 
 
 def commit_of(read: Snapshot, count: int) -> Commit:
@@ -62,7 +63,7 @@ async def measured(root: Path, files: int, commits: int) -> dict[str, object]:
         assert snapshot is not None
         empty_mb = peak_mb()
         while len(snapshot.files) < files:
-            count = min(FILL, files - len(snapshot.files))
+            count = min(plan.ACTIONS_PER_COMMIT_MAX, files - len(snapshot.files))
             snapshot = await table.commit(commit_of(snapshot, count))
         filled_mb, log = peak_mb(), root / layout.table_path(TOPIC, TOPIC_ID) / "_delta_log"
         before = len(list(log.glob("*.checkpoint.parquet")))
@@ -95,6 +96,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.checkpoint_every:
         delta_checkpoint.INTERVAL = delta_checkpoint.COMMITS_MOST = given.checkpoint_every
+    resources.configure()
     with tempfile.TemporaryDirectory() as directory:
         found = asyncio.run(measured(Path(directory), given.files, given.commits))
     print(json.dumps(found))

@@ -31,7 +31,7 @@ from pk.tiering.table import CommitConflict, TableProtocol
 
 _SCHEME = re.compile("[a-zA-Z][a-zA-Z0-9+.-]*:")
 #: Files that are made at once when a version is read.
-FILES_AT_ONCE = 1_024
+FILES_AT_ONCE = 4_096
 
 
 def add_action(new: NewFile, stats: str) -> AddAction:
