@@ -63,7 +63,7 @@ def with_files(rest: bytes, before: bytes, paths: Iterable[str]) -> Merged | Non
     schema = first.schema_arrow
     if second.schema_arrow != schema:
         return None
-    gone, files = pa.array(paths, pa.string()), 0
+    gone, files = pa.array(paths, schema.field(ADD).type.field("path").type), 0
 
     def rows() -> Iterator[pa.RecordBatch]:
         nonlocal files

@@ -161,11 +161,14 @@ def make(given: Sources, version: int) -> Checkpoint:
     Raises what deltalake raises, `OSError`, and for a damaged checkpoint or commit `ValueError`,
     `KeyError`, `TypeError` or `AttributeError`.
     """
-    before, made = given.previous, None
-    if before is not None and checkpoint_files.rows_of(before.data) >= CARRIED_ROWS_LEAST:
-        made = _carried_over(before, given.commits, version)
+    made = None
+    if given.previous is not None:
+        try:
+            made = _carried_over(given.previous, given.commits, version)
+        except (pa.ArrowException, KeyError, OSError):
+            pass  # deltalake may read what Arrow does not, or says what is wrong
         pa.default_memory_pool().release_unused()
-    return made or _by_deltalake(before, given.commits, version)
+    return made or _by_deltalake(given.previous, given.commits, version)
 
 
 def _carried_over(
@@ -173,6 +176,8 @@ def _carried_over(
 ) -> Checkpoint | None:
     """Makes a checkpoint with the files of the previous one (checkpoint_files); None = deltalake
     must make it whole."""
+    if checkpoint_files.rows_of(before.data) < CARRIED_ROWS_LEAST:
+        return None
     rest = Checkpoint(before.version, checkpoint_files.without_files(before.data))
     made = _by_deltalake(rest, commits, version)
     told = json.loads(made.told)

@@ -105,7 +105,7 @@ def _row(file: DataFile, path: bytes, path_end: int) -> tuple[Any, ...]:
         file.stats,
         path_end,
         zlib.crc32(path),
-        start,
+        min(start, OFFSET_MAX),  # a damaged name may state more
         min(end, OFFSET_MAX),
         whole,
     )

@@ -156,6 +156,20 @@ def test_rows_of_other_columns_are_left_to_deltalake(
     assert not any(carried)
 
 
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("cause", [pa.ArrowNotImplementedError, OSError, KeyError])
+def test_a_checkpoint_that_arrow_does_not_read_is_left_to_deltalake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: type[Exception]
+) -> None:
+    """Otherwise no checkpoint would be made again, and each attempt would open the table."""
+
+    def refused(checkpoint: bytes) -> bytes:
+        raise cause("unknown")
+
+    monkeypatch.setattr(checkpoint_files, "without_files", refused)
+    assert table_of(tmp_path, 3 * INTERVAL, 10).files
+
+
 def test_many_checkpoints_do_not_cut_the_rows_into_small_groups() -> None:
     """A row group has the footer entries of all columns."""
     schema = pa.schema([("add", pa.struct([("path", pa.string())])), ("txn", pa.int32())])

@@ -98,6 +98,13 @@ def test_files_are_those_of_a_dict(seed: int) -> None:
     same(LiveFiles.of(model.values()), model)
 
 
+def test_a_damaged_name_may_state_any_offset() -> None:
+    """The number has 20 digits; the check of names refuses it later (log_check)."""
+    path = written(1).path.replace("/0", "/9").replace("-0", "-9")
+    assert held_by(foreign(path, 3))[0] > OFFSET_MAX
+    assert LiveFiles.of([foreign(path, 3)])[path] == foreign(path, 3)
+
+
 def test_a_file_that_is_added_again_replaces_the_first() -> None:
     one, other = written(1), written(1, rows=7)
     assert list(LiveFiles.of([one, other]).values()) == [other]
