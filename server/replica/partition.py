@@ -262,8 +262,7 @@ class Partition:
             self._settle(delayed, leader)
 
     def _settle(self, delayed: DelayedProduce, leader: Leader) -> None:
-        """Answer a delayed produce whose batch is WRITTEN, or park it until the watermark covers
-        it.
+        """Answer a delayed produce whose batch is WRITTEN, or park it for the watermark.
 
         Only acks=all waits for the watermark.
         """
@@ -321,9 +320,7 @@ class Partition:
             self.replica.stored()
 
     def _undo(self, done: Completion, error: errors.PkError) -> None:
-        """Fail everything that was decided since the last written end, after a failed write
-        (H5).
-        """
+        """Fail what was decided since the last written end, after a failed write (H5)."""
         every, self._inflight = self._inflight, deque()
         self.writer.done(sum(delayed.completed() for delayed in every))
         for delayed in every:
@@ -460,9 +457,7 @@ class Partition:
         self.bounds_moved(urgent=True)
 
     def _overtaken(self, leader_epoch: Epoch | None) -> None:
-        error = errors.NotLeaderOrFollower(
-            f"{self}: the leader epoch ended before the batch was committed"
-        )
+        error = errors.NotLeaderOrFollower(f"{self}: the leader epoch ended before the commit")
         for delayed in self._host.purgatory.on_epoch(self.key, leader_epoch):
             delayed.answer(error)
         self._abandon(error)
