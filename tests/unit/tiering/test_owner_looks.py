@@ -34,21 +34,26 @@ def test_an_owner_alone_at_its_table_commits_without_a_load() -> None:
         assert it.answers[end].version == version
 
 
-def test_after_a_conflict_an_owner_loads_before_its_next_two_commits() -> None:
-    """Another owner is at the table; its next version most likely exists already."""
+def test_beside_another_owner_each_commit_follows_a_load() -> None:
+    """The other's next version most likely exists already.  Once it is not among the newest
+    versions, it is not counted (tiering/commit_pacing N3).
+    """
     it = own(Driver(commit_interval_ms=0))
     it.step(Submit("a", append(10, 20)))
     assert isinstance(it.asked.pop(), Commit)
     it.step(owning.Failed(CommitConflict("version 2 exists")))
-    it.loaded(snapshot(2, [data(0, 0, 10)], end=10, rows=10))
+    found = snapshot(2, [data(0, 0, 10)], end=10, rows=10)
+    found.owners = {"another": 2}
+    it.loaded(found)
     assert it.committed().read.version == 2
+    for version in (3, 4, 5):
+        it.now_ms += 10_000
+        it.step(Submit(f"b{version}", append(10 * (version - 1), 10 * version)))
+        it.loaded(it.owner.snapshot)
+        assert it.committed().read.version == version
     it.now_ms += 10_000
-    it.step(Submit("b", append(20, 30)))
-    it.loaded(it.owner.snapshot)
-    it.committed()
-    it.now_ms += 10_000
-    it.step(Submit("c", append(30, 40)))
-    assert it.committed().read.version == 4
+    it.step(Submit("c", append(50, 60)))
+    assert it.committed().read.version == 6
 
 
 def test_nothing_is_refused_by_a_version_that_may_be_old() -> None:
