@@ -301,8 +301,7 @@ class Owner:
         )
 
     def _expire(self, now_ms: int, effects: list[Effect]) -> None:
-        """Answers requests that waited past their deadline (W3); whether their commit landed is
-        unknown."""
+        """Answers requests past their deadline (W3); whether their commit landed is unknown."""
         late = [item for item in self._state.waiting if item.deadline_ms <= now_ms]
         if late and not isinstance(self._under_way, Commit):
             self._state.waiting = [i for i in self._state.waiting if i.deadline_ms > now_ms]
@@ -578,8 +577,7 @@ class Owner:
             effects.append(Respond(item.request, reply_of(item, event.snapshot)))
 
     def _failed(self, error: errors.PkError, now_ms: int, effects: list[Effect]) -> None:
-        """Backs off after an operation that failed or whose outcome is unknown; the next cycle
-        starts with a load (T5, W2)."""
+        """Backs off after a failure or an unknown outcome; the next cycle loads (T5, W2)."""
         was, self._under_way, self._planned = self._under_way, None, None
         state = self._state
         if isinstance(was, Vacuum):
