@@ -8,7 +8,6 @@ records that were seen, and checks that later ones do not contradict them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -273,7 +272,7 @@ class CoordinatorModel(RuleBasedStateMachine):
         """A leader of the partition begins an epoch without all data."""
         epoch = self.unclean[key] = self.unclean.get(key, 0) + 1
         partitions = self.bench.image.topics[TOPIC_ID].partitions
-        partitions[key.partition] = replace(partitions[key.partition], unclean_epoch=epoch)
+        partitions[key.partition] = partitions[key.partition]._replace(unclean_epoch=epoch)
         self.bench.image.offset += 1
         lost = [p for p, keys in self.open.items() if key in keys and p not in self.decided]
         self.tainted.update(lost)
