@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from delta.tables import DeltaTable
 
+from pk.tiering import checkpoint_files, delta_checkpoint, layout
+from tests.unit.tiering.test_checkpoint_files import TOPIC, TOPIC_ID, table_of
+
 
 def test_a_topic_is_merged_into_a_delta_table(spark, cluster, load, tmp_path) -> None:
     topic = cluster.topic(tier_enable=False)
@@ -22,3 +25,17 @@ def test_a_topic_is_merged_into_a_delta_table(spark, cluster, load, tmp_path) ->
     assert found == {f"k{n % 7}": n for n in range(13, 20)}
     operations = [row.operation for row in table.history().select("operation").collect()]
     assert operations == ["MERGE", "MERGE", "CREATE TABLE"]
+
+
+def test_spark_reads_a_checkpoint_that_carries_files(spark, tmp_path, monkeypatch) -> None:
+    """tiering/checkpoint_files: pk writes it, and the commits before it are gone."""
+    monkeypatch.setattr(delta_checkpoint, "CARRIED_ROWS_LEAST", 0)
+    monkeypatch.setattr(checkpoint_files, "ROWS_AT_ONCE", 7)
+    seen = table_of(tmp_path, 25, 20)
+    place = str(tmp_path / layout.table_path(TOPIC, TOPIC_ID))
+    found = spark.read.format("delta").load(place).inputFiles()
+    assert {name.rpartition("/")[2] for name in found} == {
+        path.rpartition("/")[2] for path in seen.files
+    }
+    (detail,) = DeltaTable.forPath(spark, place).detail().select("numFiles").collect()
+    assert detail.numFiles == len(seen.files) > 50
