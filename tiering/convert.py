@@ -9,9 +9,9 @@ stay, and each batch has one leader epoch and one timestamp type.
 Invariants
   F1  Rows are in offset order.  A file holds exactly the rows of its range that are neither markers
       nor aborted.
-  F2  Memory is bounded by one decoded batch, two row groups and the output.  Batches are decoded as
-      soon as they fill a row group (log/batch_decoder.py), and rows are written as soon as a row
-      group is full.  The output's memory is reused (output_buffer.py).
+  F2  Memory is bounded by one decoded batch, two row groups and the output.  A run of batches
+      becomes rows as soon as it fills a row group, and rows are written as soon as a row group is
+      full.  The output's memory is reused (output_buffer.py).
   F3  A row group has at most ROWS_PER_GROUP rows and, unless one row alone is larger, GROUP_BYTES
       bytes.
   F4  batches_of(rows_of(batches)) holds the same offsets, timestamps, keys, values, headers and
@@ -68,6 +68,8 @@ _PATHS = (
     "headers.list.element.value",
 )
 _I64 = npt.NDArray[np.int64]
+#: What the batches of a run have in common: their `shape_of` and their delete horizon.
+_Shape = tuple[int | None, int | None]
 
 
 @dataclass(slots=True, frozen=True)
@@ -86,24 +88,20 @@ class BuiltFile:
     footer_crc: int  #: part of the file's name (rule T10)
 
 
-def rows_of(
-    batch: memoryview, header: Header, start: Offset, limit: Offset, decoded_bytes_max: int
+def _rows_of_run(
+    run: Sequence[PlainBatch], alone: Sequence[pa.RecordBatch], bounds: tuple[Offset, Offset]
 ) -> pa.RecordBatch:
-    """Returns the rows of one data batch with offsets in `[start, limit)`, in the columns of a
-    file."""
-    decoded = columns.decode(
-        batch, decoded_bytes_max=decoded_bytes_max, timestamp_unit="us", header=header
-    )
-    headers = _file_headers(decoded.column("headers"))
-    return _between(_file_rows(decoded, headers, [header]), start, limit)
+    """Returns the rows of a run of batches with offsets in `bounds`, in the columns of a file.
 
-
-def rows_of_run(run: Sequence[PlainBatch], start: Offset, limit: Offset) -> pa.RecordBatch:
-    """Returns the rows of a run of batches with offsets in `[start, limit)`, in the columns of a
-    file."""
-    decoded = batch_decoder.decode_batches(run, "us")
-    headers = pa.nulls(decoded.num_rows, FILE_SCHEMA.field("headers").type)
-    return _between(_file_rows(decoded, headers, [member.header for member in run]), start, limit)
+    alone: the decoded batches, if they were decoded one by one
+    """
+    if alone:
+        decoded = alone[0] if len(alone) == 1 else pa.concat_batches(alone)
+        headers = _file_headers(decoded.column("headers"))
+    else:
+        decoded = batch_decoder.decode_batches(run, "us")
+        headers = pa.nulls(decoded.num_rows, FILE_SCHEMA.field("headers").type)
+    return _between(_file_rows(decoded, headers, [member.header for member in run]), *bounds)
 
 
 def _file_rows(
@@ -111,8 +109,7 @@ def _file_rows(
 ) -> pa.RecordBatch:
     """Returns decoded rows in the columns of a file.
 
-    `decoded` has the rows of `batches`.  The caller passes a batch with a delete horizon alone,
-    because all rows get the horizon of the first batch.
+    `decoded` has the rows of `batches`.  All rows get the delete horizon of the first batch.
     """
     count = decoded.num_rows
     counts = [header.record_count for header in batches]
@@ -194,6 +191,12 @@ def fitting(rows: pa.RecordBatch, bytes_max: int) -> int:
     return max(1, int(np.searchsorted(sums, bytes_max, side="right")))
 
 
+def _data_bytes(body: columns.Body) -> int:
+    """Returns the bytes of the keys, values and headers of a batch."""
+    headers = len(body.header_key_data) + len(body.header_value_data)
+    return len(body.key_data) + len(body.value_data) + headers
+
+
 class FileBuilder:
     """Builds one Parquet file from batches or rows, in the memory of `buffer` (F2).
 
@@ -206,8 +209,9 @@ class FileBuilder:
         self._buffer = buffer or OutputBuffer()
         self._buffer.clear()
         self._writer: pq.ParquetWriter | None = None
-        self._run: list[PlainBatch] = []  #: batches that will be decoded together, all of `_shape`
-        self._shape: int | None = None
+        self._run: list[PlainBatch] = []  #: batches that become rows together, all of `_shape`
+        self._alone: list[pa.RecordBatch] = []  #: the same, decoded, if they have no `shape_of`
+        self._shape: _Shape = (None, None)
         self._run_rows = 0
         self._run_bytes = 0
         self._bounds: tuple[Offset, Offset] = (0, 0)  #: range of the offsets taken from batches
@@ -246,17 +250,18 @@ class FileBuilder:
             return
         if header.control or not header.record_count or aborted.contains(header):
             return
-        shape = batch_decoder.shape_of(header)
-        if self._run and (shape != self._shape or self._bounds != (start, limit)):
-            self._decode()
-        if shape is None:
-            self.add(rows_of(batch, header, start, limit, decoded_bytes_max))
-            return
+        shape = (batch_decoder.shape_of(header), header.delete_horizon_ms)
         body = columns.body_of(batch, header, decoded_bytes_max)
-        size = len(body.key_data) + len(body.value_data)
-        if self._run_bytes + size > GROUP_BYTES:
+        size = _data_bytes(body)
+        if self._run and (
+            shape != self._shape
+            or self._bounds != (start, limit)
+            or self._run_bytes + size > GROUP_BYTES
+        ):
             # a batch larger than a group stays alone: F2, and `decode_batches`'s bound
             self._decode()
+        if shape[0] is None:
+            self._alone.append(columns.rows_of(header, body, "us"))  # which may refuse it
         self._run.append(PlainBatch(header, body))
         self._shape, self._bounds = shape, (start, limit)
         self._run_rows += header.record_count
@@ -266,9 +271,10 @@ class FileBuilder:
 
     def _decode(self) -> None:
         run, self._run = self._run, []
+        alone, self._alone = self._alone, []
         self._run_rows = self._run_bytes = 0
         if run:
-            self.add(rows_of_run(run, *self._bounds))
+            self.add(_rows_of_run(run, alone, self._bounds))
 
     def add(self, rows: pa.RecordBatch) -> None:
         """Appends rows in the columns of a file; their offsets must be above all earlier ones."""

@@ -15,7 +15,7 @@ from hypothesis import given
 
 from pk import errors
 from pk.log import batch as log_batch
-from pk.log import columns, control_rows
+from pk.log import columns, control_rows, encoding
 from pk.log.aborted import AbortedRanges
 from pk.tiering import convert, row_groups, rowhash
 from pk.tiering.footers import UnreadableFile
@@ -48,6 +48,13 @@ def encode(
 
 def plain(count: int, base: int, **more: object) -> bytes:
     return encode([(1_000 + i, b"k", b"v%d" % i, []) for i in range(count)], base, **more)
+
+
+def with_horizon(rows: list[Any], base: int, horizon_ms: int) -> bytes:
+    """A batch as the cleaner writes it again."""
+    header = log_batch.read_header(encode(rows, base))
+    decoded = columns.decode(encode(rows, base), decoded_bytes_max=MAX)
+    return b"".join(encoding.rewritten(header, decoded, horizon_ms))
 
 
 def build(*buffers: bytes, start: int = 0, limit: int = 2**62, aborted: object = ()) -> pa.Table:
@@ -250,10 +257,16 @@ def test_runs_of_batches_are_what_the_batches_are() -> None:
         encode([(5, None, b"x", [("h", b"1")])] * 2, 64),
         encode([(5, None, None, [])] * 3, 66),
         encode([(5, b"a", b"y", []), (6, None, b"z", [])], 70),
+        with_horizon([(5, b"a", None, [])], 72, 1_000),
+        with_horizon([(5, b"b", None, []), (5, b"c", None, [("h", b"1")])], 73, 1_000),
+        with_horizon([(5, b"d", None, [])], 75, 2_000),
+        encode([(5, b"e", None, [("h", b"1"), ("i", None)])] * 2, 76),
     ]
     table = build(*batches)
     single = [build(each) for each in batches]
     assert table.to_pylist() == pa.concat_tables(single).to_pylist()
+    horizons = table.column("delete_horizon_ms").to_pylist()[-6:]
+    assert horizons == [1_000, 1_000, 1_000, 2_000, None, None]
     names = ["offset", "timestamp", "key", "value"]
     decoded = [columns.decode(b, decoded_bytes_max=MAX, timestamp_unit="us") for b in batches]
     want = pa.Table.from_batches(decoded).select(names)
