@@ -163,7 +163,8 @@ def _row_bytes(rows: pa.RecordBatch) -> _I64:
     for name in ("key", "value"):
         column = rows.column(name)
         if column.null_count < len(column):
-            total += pc.fill_null(pc.binary_length(column), 0).to_numpy().astype(np.int64)
+            ends = np.frombuffer(column.buffers()[1], np.int32, len(column) + 1, 4 * column.offset)
+            total += np.diff(ends)
     headers = rows.column("headers")
     if headers.null_count < len(headers):
         total += rows.nbytes // max(1, rows.num_rows)  # an average is enough for a bound
