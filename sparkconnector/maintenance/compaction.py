@@ -3,7 +3,9 @@
 The driver holds the lease of the table and plans on one version (compaction_plan).  The executors
 find the rows that leave, and write the files that change (compaction_rows).  The driver hands them
 over to the owner of the table in portions.  If the owner refuses one because the files have changed
-meanwhile, the driver plans again on the newest version.
+meanwhile, the driver plans the partitions of this portion again on the newest version.  From then
+on each partition has hand-overs of its own: retention that takes files of one does not undo the
+work for the others.
 
 Times are those of the active controller, which come with the lease; the driver's clock is not used.
 Without a time no age is compared and no horizon is set; superseded rows leave all the same.
@@ -13,10 +15,10 @@ design/0018 has the histories that the order of the hand-overs survives.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -55,10 +57,12 @@ TARGET_BYTES = 128 << 20
 #: Rows of one task of the first pass, about.
 ROWS_PER_BUCKET = 500_000
 TASKS_MAX = 2_000
-#: Plans on a newer version, before the job gives up.
+#: Plans on a newer version that finish no partition, before the job gives up.
 ROUNDS_MAX = 16
 #: A cleaning must be in place within this time and a second for each megabyte.
 CLEANING_MS = 600_000
+#: The files or a leader changed meanwhile: plan again on the newest version.
+_CHANGED = (errors.UnknownTierRange, errors.FencedLeaderEpoch)
 
 
 @dataclass(slots=True, frozen=True)
@@ -217,22 +221,25 @@ class _Compaction:
         self._ratios: dict[int, float] = {}
         self._results: dict[int, list[RewrittenRun]] = {partition: [] for partition in partitions}
         self._rewritten = self._written = 0
+        self._refused = False  #: whether a hand-over was refused
 
     def run(self, force: bool, progress: Callable[[int, str], None]) -> CompactionReport:
         """Clean the partitions, and return the report."""
         first: TableVersion | None = None
-        for plans in range(1, ROUNDS_MAX + 1):
+        plans = fruitless = 0
+        while fruitless < ROUNDS_MAX:
+            plans += 1
             version = tables.newest(self._place, self._partitions)
             first = first or version
+            finished = len(self._status)
             cleanings = self._cleanings(version, force, progress)
             if cleanings:
-                try:
+                with contextlib.suppress(*_CHANGED):
                     self._clean(_Round(version, cleanings), progress)
-                except (errors.UnknownTierRange, errors.FencedLeaderEpoch):
-                    continue  # the files or a leader changed: plan again on the newest version
             if len(self._status) == len(self._partitions):
                 last = tables.newest(self._place, self._partitions)
                 return self._report(first, last, plans)
+            fruitless = 0 if len(self._status) > finished else fruitless + 1
         raise errors.UnknownTierRange(
             f"{self._place.uri}: the files changed during each of {ROUNDS_MAX} attempts: run the "
             "job again"
@@ -291,14 +298,36 @@ class _Compaction:
                     self._done(each.partition, "nothing to do" if idle else "cleaned", progress)
                 else:
                     left.append(each)
-            for portion in compaction_plan.portions(left, one.changes, self._target_bytes):
-                self._lease.check()
+            self._rewrite_and_hand_over(one, left, decisions, progress)
+
+    def _rewrite_and_hand_over(
+        self,
+        one: _Round,
+        left: Sequence[PartitionCleaning],
+        decisions: DataFrame,
+        progress: Callable[[int, str], None],
+    ) -> None:
+        """Clean partitions in portions.  What is refused is left to a plan on a newer version: its
+        files, or a leader, changed meanwhile.
+        """
+        refused: set[int] = set()
+        for portion in compaction_plan.portions(
+            left, one.changes, self._target_bytes, apart=self._refused
+        ):
+            if not portion.partitions.isdisjoint(refused):
+                continue  # an earlier part of this partition is missing (compaction_plan N4)
+            self._lease.check()
+            try:
                 results = self._rewrite(one, portion, decisions) if portion.runs else []
                 self._hand_over(one, portion, results)
-                for each in portion.finished:
-                    self._done(each.partition, "cleaned", progress)
+            except _CHANGED:
+                refused |= portion.partitions
+                self._refused = True
+                continue
+            for each in portion.finished:
+                self._done(each.partition, "cleaned", progress)
 
-    @contextmanager
+    @contextlib.contextmanager
     def _decisions(self, one: _Round) -> Iterator[DataFrame]:
         """Yield the decisions about the rows of all files, as compaction_rows has them."""
         nulls = table_files.null_values(
@@ -424,9 +453,7 @@ def hand_over(
         deadline_ms=deadline_ms or 0,
     )
     counters: dict[int, wire.TierCounter] = {}
-    for partition in sorted(
-        {run.partition for run in portion.runs} | {each.partition for each in portion.finished}
-    ):
+    for partition in sorted(portion.partitions):
         claim = max(0, snapshot.partition(partition).claim)
         counters[partition] = change.counters.add(partition=partition, claim=claim)
     for each in portion.finished:

@@ -95,6 +95,13 @@ class Portion(NamedTuple):
     finished: tuple[PartitionCleaning, ...]  #: partitions whose `cleaned` moves with it
     times: bool  #: it sets horizons and removes tombstones (the second step, or the only one)
 
+    @property
+    def partitions(self) -> frozenset[int]:
+        """Return the partitions whose files or counters it changes."""
+        return frozenset(
+            {run.partition for run in self.runs} | {each.partition for each in self.finished}
+        )
+
 
 def clean_partition(
     snapshot: Snapshot,
@@ -287,9 +294,12 @@ def portions(
     changes: Mapping[str, FileChange],
     target_bytes: int,
     actions_max: int = ACTIONS_MAX,
+    *,
+    apart: bool = False,
 ) -> list[Portion]:
     """Return the hand-overs that clean the partitions, in their order.
 
+    apart: no hand-over has two partitions
     A partition that no portion finishes needs a second step on a newer version (see the module).
     """
     found: list[Portion] = []
@@ -301,7 +311,8 @@ def portions(
         aging = any(change.aging for change in of_files)
         runs = runs_of(each, changes, target_bytes, times=True, first_number=number)
         if _actions(runs) <= actions_max:
-            if _actions((*together.runs, *runs)) > actions_max:
+            too_many = _actions((*together.runs, *runs)) > actions_max
+            if too_many or (apart and together.finished):
                 found.append(together)
                 together = Portion((), (), True)
             together = Portion((*together.runs, *runs), (*together.finished, each), True)

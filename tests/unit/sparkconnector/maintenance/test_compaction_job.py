@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +13,21 @@ import pytest
 from pk import errors
 from pk.clock import MedianTime
 from pk.compaction.plan import CompactionLimits
-from pk.sparkconnector.maintenance.compaction import CLEANING_MS, _Compaction, _Round
+from pk.sparkconnector.maintenance import tables
+from pk.sparkconnector.maintenance.compaction import (
+    CLEANING_MS,
+    ROUNDS_MAX,
+    _Compaction,
+    _Round,
+)
 from pk.sparkconnector.maintenance.compaction_plan import Portion, RewriteRun, TopicLimits
 from pk.sparkconnector.maintenance.compaction_rows import RewrittenRun
 from pk.sparkconnector.maintenance.tables import TableVersion
+from pk.tiering import layout
+from pk.tiering.data_files import DataFile
+from pk.tiering.layout import PartitionCounters
 from pk.tiering.rewrites import LANDS_WITHIN_MS
+from pk.tiering.table import Snapshot
 from pk.wire import pk_pb2 as wire
 from tests.unit.sparkconnector.maintenance.compaction_bench import Bench
 
@@ -53,10 +66,10 @@ def table(tmp_path: Path) -> Bench:
     return bench
 
 
-def driver(table: Bench, lease: Lease) -> _Compaction:
+def driver(table: Bench, lease: Lease, partitions: Sequence[int] = (0,)) -> _Compaction:
     given: Any = lease
     spark: Any = None
-    return _Compaction(spark, table.place, [0], given, LIMITS, 1 << 20, 10)
+    return _Compaction(spark, table.place, partitions, given, LIMITS, 1 << 20, 10)
 
 
 def cleanings(made: _Compaction, table: Bench, *, force: bool = False) -> Any:
@@ -121,3 +134,58 @@ def test_horizons_are_handed_over_in_time(table: Bench, horizons: int, late_ms: 
     (change,) = lease.changes
     assert change.deadline_ms == (deadline_ms if horizons else 0)
     assert change.counters[0].cleaned == 2
+
+
+class Refusing(Lease):
+    """A lease whose owner refuses hand-overs that have a partition."""
+
+    def __init__(self, refused: int, times: int) -> None:
+        super().__init__()
+        self.refused, self.times = refused, times
+
+    def commit(self, change: wire.CommitToTableRequest) -> None:
+        if self.times and any(each.partition == self.refused for each in change.counters):
+            self.times -= 1
+            raise errors.UnknownTierRange("a file is gone: plan again")
+        super().commit(change)
+
+
+def cleaned(job: _Compaction, table: Bench, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run the job over a file in each of its partitions of which no row leaves."""
+
+    @contextlib.contextmanager
+    def decisions(_one: _Round) -> Iterator[Any]:
+        frame: Any = None
+        yield frame
+
+    files, counters = {}, {}
+    for partition in job._partitions:
+        path = layout.data_path(layout.DataName(partition, 0, 2, 0, "a", 0, 0))
+        files[path] = DataFile(path, partition, 0, 1, 0, 0, 2, 100)
+        counters[partition] = PartitionCounters(end=2, rows=2)
+    version = TableVersion(table.place, Snapshot(1, "id", files, counters))
+    monkeypatch.setattr(tables, "newest", lambda *_: version)
+    monkeypatch.setattr(sys.modules[_Compaction.__module__], "_counts", lambda _: [])
+    monkeypatch.setattr(job, "_decisions", decisions)
+    return job.run(True, lambda partition, status: None)
+
+
+def test_a_partition_that_loses_files_does_not_undo_the_work_for_others(
+    table: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As retention of a `compact,delete` topic does."""
+    lease = Refusing(1, ROUNDS_MAX)
+    report = cleaned(driver(table, lease, [0, 1, 2]), table, monkeypatch)
+    handed_over = [[each.partition for each in change.counters] for change in lease.changes]
+    assert handed_over == [[0], [2], [1]]
+    # the first attempt has all of them, the second finishes two
+    assert report.plans == ROUNDS_MAX + 1
+
+
+def test_a_partition_that_always_loses_files_is_given_up(
+    table: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease = Refusing(0, 10**6)
+    with pytest.raises(errors.UnknownTierRange, match="run the job again"):
+        cleaned(driver(table, lease), table, monkeypatch)
+    assert lease.times == 10**6 - ROUNDS_MAX
