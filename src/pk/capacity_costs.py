@@ -20,17 +20,17 @@ class Cost(NamedTuple):
 
 COSTS: Mapping[str, Cost] = {
     "node_memory": Cost(
-        190.0,
+        195.0,
         "MiB",
         "curve partitions, memory_mb at n = 1",
     ),
     "node_rest_cpu": Cost(
-        1.75,
+        2.3,
         "% of a core",
         "curve partitions, rest_cpu_percent at n = 1",
     ),
     "node_descriptors": Cost(
-        22.0,
+        29.0,
         "files",
         "curve partitions, broker_descriptors at n = 1",
     ),
@@ -50,12 +50,12 @@ COSTS: Mapping[str, Cost] = {
         "curve partitions, broker_mb from n = 1 to 10,000",
     ),
     "metadata_memory": Cost(
-        0.000389,
+        0.000422,
         "MiB",
         "curve partitions, controller_mb from n = 1 to 10,000",
     ),
     "partition_rest_cpu": Cost(
-        0.00046,
+        0.000385,
         "% of a core",
         "curve partitions, rest_cpu_percent from n = 1 to 10,000",
     ),
@@ -65,12 +65,12 @@ COSTS: Mapping[str, Cost] = {
         "curve partitions, broker_descriptors from n = 1 to 10,000",
     ),
     "connection_memory": Cost(
-        0.0904,
+        0.0913,
         "MiB",
         "curve connections, memory_mb from n = 1 to 1,000",
     ),
     "connection_rest_cpu": Cost(
-        0.0101,
+        0.0045,
         "% of a core",
         "curve connections, rest_cpu_percent from n = 1 to 1,000",
     ),
@@ -85,7 +85,7 @@ COSTS: Mapping[str, Cost] = {
         "curve tables, memory_mb from n = 1 to 100, less a partition: not above it",
     ),
     "table_rest_cpu": Cost(
-        0.00308,
+        0.00315,
         "% of a core",
         "curve tables, rest_cpu_percent from n = 1 to 100, less a partition",
     ),
