@@ -128,14 +128,14 @@ class LoopThread:
             raise
         wakeup = WakeupSignal()
         begun: list[asyncio.Task[T]] = []
-        given_up = threading.Event()
+        given_up = False
 
         def begin() -> None:
-            if given_up.is_set():
+            if given_up:
                 drop()
                 return
             task = self.loop.create_task(runs)
-            task.add_done_callback(lambda _: wakeup.set())
+            task.add_done_callback(wakeup.set)
             begun.append(task)
 
         def ended() -> bool:
@@ -154,7 +154,7 @@ class LoopThread:
                 )
         except BaseException as cause:  # mostly Ctrl-C
             if abandon or not isinstance(cause, errors.RequestTimedOut):
-                given_up.set()
+                given_up = True
                 with contextlib.suppress(RuntimeError):  # the loop has ended
                     self.loop.call_soon_threadsafe(lambda: begun and begun[0].cancel())
             raise

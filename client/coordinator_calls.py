@@ -68,7 +68,7 @@ class CoordinatorCalls:
         final: retriable errors that are raised at once.
         """
         problem: errors.PkError | None = None
-        backoff = Backoff(BACKOFF_MS, client_jitter(self._world.rng))
+        backoff: Backoff | None = None
         self._cluster.start()  # a coordinator that leaves the metadata holds up no call
         try:
             async with asyncio.timeout(timeout_ms / 1000):
@@ -81,6 +81,7 @@ class CoordinatorCalls:
                         problem = failure
                         if not isinstance(failure, _SAME_COORDINATOR):
                             self._address = None
+                    backoff = backoff or Backoff(BACKOFF_MS, client_jitter(self._world.rng))
                     await self._world.clock.sleep_ms(backoff.next_ms())
         except TimeoutError:
             self._address = None  # it may be the address that did not answer

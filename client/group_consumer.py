@@ -17,7 +17,7 @@ import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from pk import errors
@@ -39,6 +39,8 @@ from pk.types import PartitionKey, TopicPartition
 
 #: How long `close` waits for its commit.
 CLOSE_S = 5.0
+#: Returns offsets with what is known of them on the loop, where it is called (H3).
+Capture = Callable[[], OffsetsToCommit]
 #: A listener: it gets the partitions that are assigned, revoked or lost.
 Listener = Callable[[list[TopicPartition]], Any]
 
@@ -110,12 +112,12 @@ class GroupConsumer(ABC):
         `NonEmptyGroup`, `UnknownTopicId` for a deleted topic, `RequestTimedOut`.
         """
         member = self._member()
-        wanted = self._positions() if offsets is None else self._given(offsets)
+        capture = self._positions() if offsets is None else self._given(offsets)
         if asynchronous:
-            self._commit_soon(member, wanted)
+            self._commit_soon(member, capture)
             return
         seconds = self._api_s(timeout_s)
-        self._thread.run(member.commits.commit(wanted, int(seconds * 1000)), seconds)
+        self._thread.run(_commit(member, capture, int(seconds * 1000)), seconds)
 
     @one_thread
     def committed(self, partition: TopicPartition, timeout_s: float | None = None) -> int | None:
@@ -142,8 +144,8 @@ class GroupConsumer(ABC):
         found: ConsumerGroupMetadata = self._call(member.committer)
         return found
 
-    def _positions(self) -> OffsetsToCommit:
-        """Return the position of each assigned partition that has one (H3)."""
+    def _positions(self) -> Capture:
+        """Capture the position of each assigned partition that has one (H3)."""
         found: dict[TopicPartition, OffsetAndMetadata] = {}
         ids: dict[TopicPartition, int] = {}
         for place in self.assignment():
@@ -152,30 +154,39 @@ class GroupConsumer(ABC):
                 found[place] = OffsetAndMetadata(position[0])
                 ids[place] = position[1]
         member = self._member()
-        keys, who = self._call(lambda: (self._engine.fetcher.keys_of(ids), member.committer()))
-        offsets = {place: each for place, each in found.items() if place in keys}
-        known = {place: key for place, key in keys.items() if key is not None}
-        return OffsetsToCommit(offsets, known, who)
 
-    def _given(self, offsets: Mapping[TopicPartition, int | OffsetAndMetadata]) -> OffsetsToCommit:
-        """Return offsets of the application, for the topics that are read now (H3)."""
+        def capture() -> OffsetsToCommit:
+            keys = self._engine.fetcher.keys_of(ids)
+            offsets = {place: each for place, each in found.items() if place in keys}
+            known = {place: key for place, key in keys.items() if key is not None}
+            return OffsetsToCommit(offsets, known, member.committer())
+
+        return capture
+
+    def _given(self, offsets: Mapping[TopicPartition, int | OffsetAndMetadata]) -> Capture:
+        """Capture offsets of the application, for the topics that are read now (H3)."""
         wanted = to_commit(offsets)
         member = self._member()
         fetcher = self._engine.fetcher
 
-        def capture() -> Any:
+        def capture() -> OffsetsToCommit:
             ids = {place: fetcher.position_id(place) for place in wanted}
             here = {place: each for place, each in ids.items() if each is not None}
-            return {**fetcher.keys_of(here), **member.applied}, member.committer()
+            keys = {**fetcher.keys_of(here), **member.applied}
+            known = {place: key for place in wanted if (key := keys.get(place)) is not None}
+            return OffsetsToCommit(wanted, known, member.committer())
 
-        keys, who = self._call(capture)
-        known = {place: keys[place] for place in wanted if keys.get(place) is not None}
-        return OffsetsToCommit(wanted, known, who)
+        return capture
 
-    def _commit_soon(self, member: GroupMembership, wanted: OffsetsToCommit) -> None:
+    def _commit_soon(self, member: GroupMembership, capture: Capture) -> None:
         timeout_ms = self._options["request_timeout_ms"]
-        if wanted.offsets:
-            self._call(lambda: member.commits.commit_soon(wanted, timeout_ms))
+
+        def commit() -> None:
+            wanted = capture()
+            if wanted.offsets:
+                member.commits.commit_soon(wanted, timeout_ms)
+
+        self._call(commit)
 
     def _next_line(self, place: TopicPartition) -> tuple[int, int] | None:
         """Return offset and position id of the next record that iteration holds of a partition."""
@@ -301,9 +312,7 @@ class GroupConsumer(ABC):
             return
         seconds = min(most_s, self._options["request_timeout_ms"] / 1000)
         try:
-            wanted = self._positions()
-            offsets = {place: each for place, each in wanted.offsets.items() if place in gone}
-            work = member.commits.commit(wanted._replace(offsets=offsets), int(seconds * 1000))
+            work = _commit(member, self._positions(), int(seconds * 1000), gone)
             self._thread.run(work, seconds)
         except errors.ClosedError:
             raise
@@ -350,6 +359,23 @@ def _lost(member: GroupMembership) -> bool:
     """Whether the partitions that the consumer reads are not the member's any more."""
     change = member.change
     return member.problem is not None or (change is not None and change.lost)
+
+
+async def _commit(
+    member: GroupMembership,
+    capture: Capture,
+    timeout_ms: int,
+    only: Collection[TopicPartition] | None = None,
+) -> None:
+    """Capture offsets and commit them, both on the loop: one change of threads for both.
+
+    only: the partitions to commit; None = all that are captured
+    """
+    wanted = capture()
+    if only is not None:
+        offsets = {place: each for place, each in wanted.offsets.items() if place in only}
+        wanted = wanted._replace(offsets=offsets)
+    await member.commits.commit(wanted, timeout_ms)
 
 
 def to_commit(

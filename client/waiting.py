@@ -40,7 +40,8 @@ class WakeupSignal:
         self._lock = threading.Lock()
         self._lock.acquire()
 
-    def set(self) -> None:
+    def set(self, _: object = None) -> None:
+        """Set the signal; as a callback of a task it is called with the task."""
         try:
             self._lock.release()
         except RuntimeError:

@@ -236,8 +236,10 @@ class Caller:
         correlation_id = 0
         try:
             async with asyncio.timeout(timeout_ms / 1000):
-                await self.connect()
                 stream = self._stream
+                if stream is None:
+                    await self.connect()
+                    stream = self._stream
                 if stream is None:
                     raise errors.BrokerUnavailable(f"{self._address()}: the connection broke")
                 correlation_id = self._next_id
