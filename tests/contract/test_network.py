@@ -1,6 +1,7 @@
 """One suite for all networks (docs/ARCHITECTURE.md): the real one, grpc alone, and the simulator's.
 
-The real network sends control over grpc and data over sockets, so its tests run with both kinds.
+The real network sends data over sockets, and control over sockets or over a shared connection of
+grpc, so its tests run with both kinds and both ways.
 
 Each test is a coroutine in the network's own kind of event loop; `nets` are the networks of two
 nodes.
@@ -64,8 +65,13 @@ def _run_real(test: Test, address: str, transport: str = "pk") -> None:
     async def main() -> None:
         failures: list[dict[str, Any]] = []
         asyncio.get_running_loop().set_exception_handler(lambda _loop, what: failures.append(what))
-        make = GrpcNetwork if transport == "grpc" else PkNetwork
-        server, client = make(), make()
+        server: Network
+        client: Network
+        if transport == "grpc":
+            server, client = GrpcNetwork(), GrpcNetwork()
+        else:
+            ways = {"control_sockets": 0} if transport == "shared" else {}
+            server, client = PkNetwork(), PkNetwork(**ways)
         try:
             async with asyncio.timeout(PATIENCE_S):
                 await test(Nets(server, client, address, SystemClock(), transport == "data"))
@@ -79,7 +85,17 @@ def _run_real(test: Test, address: str, transport: str = "pk") -> None:
 
 
 @pytest.fixture(
-    params=["sim", "grpc-tcp", "grpc-unix", "pk-tcp", "pk-unix", "data-tcp", "data-unix"]
+    params=[
+        "sim",
+        "grpc-tcp",
+        "grpc-unix",
+        "pk-tcp",
+        "pk-unix",
+        "shared-tcp",
+        "shared-unix",
+        "data-tcp",
+        "data-unix",
+    ]
 )
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     if request.param == "sim":

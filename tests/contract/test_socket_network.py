@@ -1,5 +1,5 @@
 """Properties of the socket transport only: its opening, its lengths, its single port
-(wire/socket_stream N1–N5, wire/socket_network N6, N7, wire/dead_peers N8).
+(wire/socket_stream N1–N5, wire/socket_network N6, N7, N12, wire/dead_peers N8).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from pk import limits
-from pk.wire import dead_peers
+from pk.wire import dead_peers, socket_network
 from pk.wire.socket_network import PkNetwork
 from pk.wire.socket_stream import SocketStream
 from pk.world import Disconnected, Stream, StreamKind
@@ -295,6 +295,70 @@ def test_clients_leave_room_for_brokers_and_one_address_for_others(monkeypatch: 
                 await asyncio.sleep(0.01)
             for stream in (*first, again):
                 stream.close()
+
+    run(test)
+
+
+def test_control_streams_beyond_a_number_share_a_connection() -> None:
+    """wire/socket_network, module docstring: a stream that ends gives its place to another one."""
+    peers: list[str] = []
+
+    async def serve(kind: StreamKind, stream: Stream) -> None:
+        assert kind is StreamKind.CONTROL
+        peers.append(stream.peer)
+        await echo(kind, stream)
+
+    async def opened(network: PkNetwork, address: str) -> Stream:
+        stream = await network.connect(address, StreamKind.CONTROL)
+        await stream.send(b"hello")
+        assert await stream.recv() == b"hello"
+        return stream
+
+    async def test() -> None:
+        client = PkNetwork(control_sockets=2)
+        async with serving(serve) as (_, listener):
+            streams = [await opened(client, listener.address) for _ in range(5)]
+            assert len(set(peers)) == 3
+            streams[0].close()
+            while client._control_streams[listener.address] == 2:
+                await asyncio.sleep(0.01)
+            streams.append(await opened(client, listener.address))
+            assert len(set(peers)) == 4
+            for stream in streams:
+                stream.close()
+            await client.close()
+
+    run(test)
+
+
+def test_a_peer_without_control_sockets_is_asked_over_grpc(monkeypatch: Any) -> None:
+    """wire/socket_network N12: a node of an older build closes the connection."""
+    monkeypatch.delitem(socket_network._KINDS, b"C")
+
+    async def test() -> None:
+        async with serving(greet) as (network, listener):
+            for _ in range(2):
+                stream = await say(network, listener, StreamKind.CONTROL, b"hello")
+                assert await stream.recv() == b"welcome"
+                stream.close()
+            assert not network._control_streams
+
+    run(test)
+
+
+def test_a_control_request_has_a_bound_of_its_own() -> None:
+    """0011: the same on sockets and over grpc."""
+
+    async def test() -> None:
+        async with serving(echo) as (network, listener):
+            stream = await network.connect(listener.address, StreamKind.CONTROL)
+            await stream.send(bytes(limits.CONTROL_BYTES_MAX))
+            assert len(await stream.recv() or b"") == limits.CONTROL_BYTES_MAX
+            await stream.send(bytes(limits.CONTROL_BYTES_MAX + 1))
+            answer = await stream.recv()
+            assert answer is not None
+            assert b"in a stream of this kind" in bytes(answer)
+            stream.close()
 
     run(test)
 

@@ -266,6 +266,8 @@ class Caller:
             while (raw := await stream.recv()) is not None:
                 frame = frames.decode(raw)
                 if frame.head.correlation_id == 0:
+                    if frame.head.HasField("error"):  # the peer refuses the stream
+                        raise Disconnected(frame.head.error.message)
                     if self._on_push is not None:
                         self._on_push(frame)
                     continue

@@ -1,11 +1,12 @@
-"""The real network: one port, data on plain sockets, control over grpc.aio (rule P3).
+"""The real network: one port, plain sockets, and grpc.aio for what shares a connection (rule P3).
 
-    connect(CONTROL)         -> pk.wire.grpc_network, which speaks HTTP/2
     connect(PRODUCE | FETCH) -> a connection of its own, opened by `PKS1 | kind`, then SocketStream
+    connect(CONTROL)         -> the same, and beyond `CONTROL_SOCKETS` streams to one address
+                                pk.wire.grpc_network, whose streams share an HTTP/2 connection
 
 A listener looks at the first bytes of each connection.  It forwards an HTTP/2 connection, byte by
 byte, to a grpc server behind it.  A broker therefore has one address for everything, and a firewall
-needs one rule.  docs/design/0003-transport.md says why data does not travel over grpc.
+needs one rule.  docs/design/0003-transport.md says why few streams travel over grpc.
 
 Rules
   N6  The listener closes a connection that sends no valid opening within `CONNECT_TIMEOUT_MS`, and
@@ -15,6 +16,8 @@ Rules
       files, and each connection needs a floor of the inbound budget (pk.wire.inbound).
       pk.wire.connection_quotas decides which connections are closed when there are more; no
       connection waits in the backlog behind a silent one.
+  N12 A peer that closes a connection at the opening of a control stream may be of a build that
+      takes control streams over grpc alone; it is asked over grpc.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import platform
 import secrets
 import socket
 import stat
+from collections import Counter
 from collections.abc import Coroutine
 from functools import partial
 from typing import Any
@@ -48,7 +52,7 @@ from pk.wire.socket_stream import SocketStream
 from pk.world import Disconnected, Listener, Stream, StreamHandler, StreamKind
 
 _MAGIC = b"PKS1"
-_KINDS = {b"P": StreamKind.PRODUCE, b"F": StreamKind.FETCH}
+_KINDS = {b"C": StreamKind.CONTROL, b"P": StreamKind.PRODUCE, b"F": StreamKind.FETCH}
 _LETTERS = {kind: letter for letter, kind in _KINDS.items()}
 _OPENING_BYTES = len(_MAGIC) + 1
 _HTTP2 = b"PRI *"  # the first bytes of every HTTP/2 connection (RFC 9113 §3.4)
@@ -59,6 +63,9 @@ _SPLICE_BYTES = 64 * limits.KIB
 _ACCEPT_PAUSE_S = 0.2
 #: Descriptors of the process per connection: a control connection takes three (`_hand_over`).
 _DESCRIPTORS_PER_CONNECTION = 3
+#: Control streams of a process to one address that have a connection each.  A process with hundreds
+#: of group members must not take as many of the broker's connections.
+CONTROL_SOCKETS = 16
 #: N6
 STREAM_TIMEOUT_MS = 5_000
 #: The floors of all connections together may take one byte of this many of the budget.
@@ -146,13 +153,17 @@ async def _dial(address: str) -> socket.socket:
     raise failure
 
 
+class _NotOpened(Disconnected):
+    """The peer has closed the connection instead of answering the opening."""
+
+
 async def _read_exactly(sock: socket.socket, size: int) -> bytes:
-    """Read `size` bytes.  Raises `Disconnected` if the peer sends fewer."""
+    """Read `size` bytes.  Raises `_NotOpened` if the peer sends fewer."""
     loop, got = asyncio.get_running_loop(), b""
     while len(got) < size:
         more = await loop.sock_recv(sock, size - len(got))
         if not more:
-            raise Disconnected("the peer closed the connection before it was open")
+            raise _NotOpened("the peer closed the connection before it was open")
         got += more
     return got
 
@@ -166,11 +177,14 @@ class PkNetwork:
         *,
         connect_timeout_ms: int = CONNECT_TIMEOUT_MS,
         memory: InboundMemory | None = None,
+        control_sockets: int = CONTROL_SOCKETS,
     ) -> None:
         self._on_error = on_error
         self._connect_timeout_ms = connect_timeout_ms
         self._memory = memory
-        self._control = GrpcNetwork(
+        self._control_sockets = control_sockets
+        self._control_streams: Counter[str] = Counter()  #: that have a connection, by address
+        self._grpc = GrpcNetwork(
             on_error,
             connect_timeout_ms=connect_timeout_ms,
             request_bytes_max=limits.CONTROL_BYTES_MAX,
@@ -180,8 +194,26 @@ class PkNetwork:
 
     async def connect(self, address: str, kind: StreamKind) -> Stream:
         """Open a stream.  Raises `Disconnected`, at once if no server listens there."""
-        if kind is StreamKind.CONTROL:
-            return await self._control.connect(address, kind)
+        if kind is not StreamKind.CONTROL:
+            return await self._open(address, kind)
+        if self._control_streams[address] >= self._control_sockets:
+            return await self._grpc.connect(address, kind)
+        self._control_streams[address] += 1
+        try:
+            return await self._open(address, kind)
+        except BaseException as cause:
+            self._control_ended(address)
+            if isinstance(cause, _NotOpened):  # N12
+                return await self._grpc.connect(address, kind)
+            raise
+
+    def _control_ended(self, address: str) -> None:
+        self._control_streams[address] -= 1
+        if not self._control_streams[address]:
+            del self._control_streams[address]
+
+    async def _open(self, address: str, kind: StreamKind) -> Stream:
+        """Open a stream that has a connection of its own."""
         sock: socket.socket | None = None
         try:
             async with asyncio.timeout(self._connect_timeout_ms / 1000):
@@ -200,13 +232,13 @@ class PkNetwork:
             if isinstance(cause, OSError | ValueError) and not isinstance(cause, Disconnected):
                 raise Disconnected(getattr(cause, "strerror", None) or str(cause)) from cause
             raise
-        stream = SocketStream(
-            sock,
-            address,
-            lambda: self._dead_peers.remove(stream),
-            memory=self._memory,
-            scratch=self._scratch,
-        )
+
+        def finished() -> None:
+            self._dead_peers.remove(stream)
+            if kind is StreamKind.CONTROL:
+                self._control_ended(address)
+
+        stream = SocketStream(sock, address, finished, memory=self._memory, scratch=self._scratch)
         stream.admit(known=True)  # a server dials only registered brokers
         self._dead_peers.add(stream)
         return stream
@@ -214,14 +246,14 @@ class PkNetwork:
     async def listen(self, address: str, handler: StreamHandler) -> Listener:
         """Serve streams.  Raises `OSError` with the cause if the address cannot be bound."""
         listener = _PkListener(handler, self._on_error, self._memory, self._scratch)
-        await listener.start(address, self._control)
+        await listener.start(address, self._grpc)
         return listener
 
     async def close(self) -> None:
         """Close the network; open streams break."""
         for stream in list(self._dead_peers.streams):
             stream.abort("the network was closed")
-        await self._control.close()
+        await self._grpc.close()
 
 
 class _Connection:
@@ -373,6 +405,7 @@ class _PkListener:
             memory=self._memory,
             scratch=self._scratch,
             admitted=lambda known: self._admit(connection, known),
+            frame_bytes_max=limits.CONTROL_BYTES_MAX if kind is StreamKind.CONTROL else None,
         )
         self._dead_peers.add(stream)
         try:

@@ -70,6 +70,7 @@ class SocketStream:
     `finished` is called once, when the socket is closed.  `memory`: the budget of the process;
     without one, frames are not counted.  `scratch`: a buffer that the streams of one loop share.
     `admitted`: decides, after the peer's hello was accepted, whether the peer may stay.
+    `frame_bytes_max`: the largest frame that any peer may send.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class SocketStream:
         memory: InboundMemory | None = None,
         scratch: memoryview | None = None,
         admitted: Callable[[bool], None] | None = None,
+        frame_bytes_max: int | None = None,
     ) -> None:
         self._sock = sock
         self._peer = peer
@@ -106,6 +108,7 @@ class SocketStream:
         self._memory = memory
         self._account = memory.open(self) if memory is not None else None
         self._admitted = admitted
+        self._frame_bytes_max = frame_bytes_max
         self._greeted = memory is None
         self._refused = ""
         self._reading = self._writing = False
@@ -399,6 +402,8 @@ class SocketStream:
             raise Disconnected(f"the peer announced a frame of {size} bytes")
         if not self._greeted:
             bound, what = HELLO_BYTES_MAX, "before a hello was accepted"
+        elif self._frame_bytes_max is not None and size > self._frame_bytes_max:
+            bound, what = self._frame_bytes_max, "in a stream of this kind"
         elif self._memory is None or (self._account is not None and self._account.reserved):
             return True
         else:
