@@ -55,7 +55,7 @@ def commit(groups: Groups, command: commands.CommitOffsets, now_ms: int) -> Out:
     )
     if run is not None:
         known = replace(known, query_run=run.run_id, holds_retention=run.holds_retention)
-    if group is None or known != group.metadata:
+    if group is None or (known is not group.metadata and known != group.metadata):
         found[b""] = records.group_record(known)
     for each in commits:
         try:

@@ -12,7 +12,6 @@ Invariants
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -54,7 +53,7 @@ class MemberSessions:
         self._live: dict[str, _Live] = {}
         #: (time, group id, member id, or "" for the deadline of the phase)
         self._heap: list[tuple[int, str, str]] = []
-        self._asking: Counter[tuple[str, str]] = Counter()  #: requests that wait
+        self._asking: dict[tuple[str, str], int] = {}  #: how many requests wait
 
     def restart(self, groups: Mapping[str, ConsumerGroup], now_ms: int) -> None:
         """Begin again after a replay."""
@@ -71,14 +70,18 @@ class MemberSessions:
 
     def asks(self, group_id: str, member_id: str, now_ms: int) -> None:
         """Note that a request of the member has come; `answered` follows (A1)."""
-        self._asking[group_id, member_id] += 1
+        name = (group_id, member_id)
+        self._asking[name] = self._asking.get(name, 0) + 1
         self.heard(group_id, member_id, now_ms)
 
     def answered(self, group_id: str, member_id: str, now_ms: int) -> None:
         """Note that the request is answered."""
-        self._asking[group_id, member_id] -= 1
-        if not self._asking[group_id, member_id]:
-            del self._asking[group_id, member_id]
+        name = (group_id, member_id)
+        left = self._asking[name] - 1
+        if left:
+            self._asking[name] = left
+        else:
+            del self._asking[name]
         self.heard(group_id, member_id, now_ms)
 
     def synced(self, group_id: str, member_id: str) -> None:
