@@ -153,6 +153,14 @@ async def _dial(address: str) -> socket.socket:
     raise failure
 
 
+def _why(cause: OSError | ValueError) -> str:
+    """Say why no connection was made; a loop's own text names only the address."""
+    number = getattr(cause, "errno", None)
+    if number is not None and number in errno.errorcode:
+        return os.strerror(number)
+    return getattr(cause, "strerror", None) or str(cause)
+
+
 class _NotOpened(Disconnected):
     """The peer has closed the connection instead of answering the opening."""
 
@@ -230,7 +238,7 @@ class PkNetwork:
                 why = f"no answer within {self._connect_timeout_ms} ms"
                 raise Disconnected(why) from cause
             if isinstance(cause, OSError | ValueError) and not isinstance(cause, Disconnected):
-                raise Disconnected(getattr(cause, "strerror", None) or str(cause)) from cause
+                raise Disconnected(_why(cause)) from cause
             raise
 
         def finished() -> None:
