@@ -14,6 +14,10 @@ Invariants
   B2  A line is used only after a clean stop.  After any other end the tail of a log is examined.
   B3  A log has no line if an opening would change its files, or if a part of its state is not in
       the line: damage, cleaned segments, aborted transactions, files to be removed.
+  B5  A *short* active segment has no derived files: an opening finds what they would say by a walk
+      over at most WALKED_MAX bytes, or in the line.  So the line may be lost like any derived file.
+  B6  A clean stop leaves derived files that are up to date, or none: a segment that has an index
+      is not short, whatever its size.
 
 The file itself is in `log/closed_logs_file`.
 """
@@ -23,7 +27,7 @@ from __future__ import annotations
 import json
 from array import array
 from base64 import b64decode, b64encode
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 from pk.log import swap
@@ -33,7 +37,7 @@ from pk.log.index import CorruptIndex, Extent, SparseIndex
 from pk.log.loading import CUTTING, SWEPT, Loaded
 from pk.log.local_log import LocalLog
 from pk.log.producers import CorruptSnapshot, Producers
-from pk.log.segment import SNAPSHOT, Segment, file_name
+from pk.log.segment import INDEX, SNAPSHOT, Segment, file_name
 from pk.log.storage import Storage
 from pk.types import EpochStart, Offset
 
@@ -41,6 +45,8 @@ from pk.types import EpochStart, Offset
 #: files, which have checksums of their own.
 ENTRIES_MAX = 64
 SNAPSHOT_BYTES_MAX = 512
+#: B5: so much of a segment costs one read.
+WALKED_MAX = 64 * 1024
 
 
 def topic_id_of(line: str) -> str:
@@ -48,15 +54,49 @@ def topic_id_of(line: str) -> str:
     return line.split(" ", 2)[1]
 
 
+def is_short(local: LocalLog) -> bool:
+    """Whether the active segment needs no indexes (B5).  An aborted transaction is never left to an
+    older index, which looks as whole as the newest.
+    """
+    active = local.segments[-1]
+    return (
+        active.written.size <= WALKED_MAX
+        and active.index is not None
+        and len(active.index) <= ENTRIES_MAX
+        and not (active.damage or active.aborted)
+        and not local.storage.exists(active.path(INDEX))
+    )
+
+
+def is_enough(local: LocalLog, snapshots: Container[Offset], snapshot: bytes) -> bool:
+    """Whether a clean stop needs no derived files beside the line (B5).
+
+    snapshots: the offsets of the producer snapshots that are stored
+    snapshot: the producers at the end of the log
+
+    The producers at the base of the active segment must be known without a walk over older ones.
+    """
+    base = local.segments[-1].base_offset
+    return (
+        _is_plain(local)
+        and (base == 0 or base in snapshots)
+        and len(snapshot) <= SNAPSHOT_BYTES_MAX
+        and is_short(local)
+    )
+
+
+def _is_plain(local: LocalLog) -> bool:
+    return not local.cleaned_end and local.forgotten == Forgotten()
+
+
 def line_of(
     local: LocalLog, topic_id: str, epochs: LeaderEpochs, producers: Producers, end: Offset
 ) -> str:
     """In the write lane: describe a log that was closed properly; "" = it has no line (B3)."""
     segments = local.segments
-    plain = not local.cleaned_end and local.forgotten == Forgotten()
     names = local.storage.list(local.path)
     to_do = any(name.endswith(SWEPT) or name in (CUTTING, swap.FILE) for name in names)
-    if to_do or not plain or any(each.damage or each.aborted for each in segments):
+    if to_do or not _is_plain(local) or any(each.damage or each.aborted for each in segments):
         return ""
     sparse, snapshot = segments[-1].index, producers.snapshot(end)
     entries = None

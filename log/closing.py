@@ -90,7 +90,7 @@ def _close(storage: Storage, logs: Sequence[PartitionLog], clean: bool) -> list[
     try:
         for log in logs if clean else ():
             with contextlib.suppress(*_FAILURES):
-                more = log.begin_close()
+                more = log.begin_close(vouched=True)
                 files, directories = files + more[0], directories + more[1]
                 ready.append(log)
         try:
@@ -98,7 +98,7 @@ def _close(storage: Storage, logs: Sequence[PartitionLog], clean: bool) -> list[
         except FileNotFoundError:  # the directory of a log was removed: find out which
             ready = [log for log in ready if storage.exists(log.path)]
             for log in ready:
-                storage.sync_all(*log.begin_close())
+                storage.sync_all(*log.begin_close(vouched=True))
         for log in ready:
             with contextlib.suppress(*_FAILURES):
                 found[log] = log.end_close()

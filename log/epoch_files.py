@@ -11,11 +11,13 @@ Only a plan that begins with its epoch takes part.  Another one may have to repa
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from pk import errors
 from pk.log import epochs
+from pk.log.epochs import LeaderEpochs
 from pk.log.plan import EpochOp, WritePlan
 from pk.log.storage import Storage
 
@@ -58,3 +60,12 @@ def _replace(storage: Storage, files: Sequence[EpochFile]) -> None:
         return
     for each in files:
         each.plan.epochs_synced = True
+
+
+def write(storage: Storage, path: str, known: LeaderEpochs) -> None:
+    """Write the file of one log, SYNCED, unless it has this content: it was SYNCED, then."""
+    name, content = f"{path}/{epochs.FILE}", known.encode()
+    with contextlib.suppress(FileNotFoundError):
+        if storage.read_file(name) == content:
+            return
+    storage.replace_file(name, content)

@@ -439,9 +439,9 @@ class PartitionLog:
         """Close every file.  `clean`: flush first, so that the next opening trusts everything."""
         self._writer.close(clean)
 
-    def begin_close(self) -> tuple[list[File], list[str]]:
+    def begin_close(self, *, vouched: bool = False) -> tuple[list[File], list[str]]:
         """Begin a clean close; see `LocalLogWriter.begin_close`."""
-        return self._writer.begin_close()
+        return self._writer.begin_close(vouched=vouched)
 
     def end_close(self) -> str:
         """End a clean close once all is SYNCED; return the log's line (log/closed_logs)."""

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from pk import errors
-from pk.log import closed_logs, loading
+from pk.log import closed_logs, epoch_files, loading
 from pk.log import epochs as leader_epochs
 from pk.log import forgotten as cleaner_forgotten
 from pk.log import swap as cleaner_swap
@@ -214,8 +214,8 @@ class LocalLogWriter:
         return self._local.synced_end
 
     def checkpoint(self) -> int:
-        """Write the active segment's indexes, so that the next opening has less to walk; return the
-        recovery point.
+        """Write the active segment's indexes, unless it is short (log/closed_logs B5), so that the
+        next opening has less to walk; return the recovery point.
 
         The result of `flush_sealed` is taken over here, in the lane, where no cut can come in
         between.
@@ -225,7 +225,7 @@ class LocalLogWriter:
         if self._local.cuts == cuts:  # otherwise a cut may have removed what was flushed
             self._local.synced_by_lane = max(self._local.synced_by_lane, sealed_end)
         active = self._local.segments[-1]
-        if active.file is not None:
+        if active.file is not None and not closed_logs.is_short(self._local):
             active.write_indexes(active.written)
         return self._local.synced_end
 
@@ -503,10 +503,12 @@ class LocalLogWriter:
             if file is not None:
                 file.close()
 
-    def begin_close(self) -> tuple[list[File], list[str]]:
+    def begin_close(self, *, vouched: bool = False) -> tuple[list[File], list[str]]:
         """Write the indexes and the producer snapshot, so that the next opening trusts everything.
         Return the files and directories to be synced before `end_close`; none if the directory is
-        as a clean stop left it (log/closed_logs).
+        as a clean stop left it.
+
+        vouched: the log's line will be stored: a short log needs no more (log/closed_logs B5)
         """
         active, end = self._local.segments[-1], self._local.written_end
         if self._storage.failed is not None:
@@ -522,27 +524,23 @@ class LocalLogWriter:
             self._line = ""
         if self._line:
             return [], []
-        active.write_indexes(active.written)
         bases = [segment.base_offset for segment in self._local.segments]
-        for at in loading.snapshots(self._storage, self._path):
-            if at not in bases and at != end:
-                self._storage.remove(f"{self._path}/{file_name(at, SNAPSHOT)}")
-        if not self.blank:  # a snapshot means that the producers below are known
-            state = self._decided.producers.snapshot(end)
-            write_file(self._storage, f"{self._path}/{file_name(end, SNAPSHOT)}", state)
-        self._write_epochs()
+        known = loading.snapshots(self._storage, self._path)
+        for at in [at for at in known if at not in bases and at != end]:
+            self._storage.remove(f"{self._path}/{file_name(at, SNAPSHOT)}")
+            self._dir_changed = True
+        state = self._decided.producers.snapshot(end)
+        if not (vouched and closed_logs.is_enough(self._local, known, state)):
+            self._dir_changed = True
+            active.write_indexes(active.written)
+            if not self.blank:  # a snapshot means that the producers below are known
+                write_file(self._storage, f"{self._path}/{file_name(end, SNAPSHOT)}", state)
+        epoch_files.write(self._storage, self._path, self._epochs)
         for segment in self._unsynced:  # oldest first (rule L1)
             if segment is not active and not segment.dropped:
                 _sync_segment(self._storage, segment)
-        return [active.open_for_append()], [self._path]
-
-    def _write_epochs(self) -> None:
-        """Write the epoch file, SYNCED, unless it has this content: it was SYNCED, then."""
-        path, content = f"{self._path}/{leader_epochs.FILE}", self._epochs.encode()
-        with contextlib.suppress(FileNotFoundError):
-            if self._storage.read_file(path) == content:
-                return
-        self._storage.replace_file(path, content)
+        files = [active.open_for_append()] if active in self._unsynced else []
+        return files, [self._path] if self._dir_changed else []
 
     def end_close(self) -> None:
         """Everything is SYNCED."""

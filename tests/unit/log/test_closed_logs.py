@@ -14,7 +14,7 @@ from pk import errors
 from pk.log import checkpoints, closed_logs, closed_logs_file, closing, columns, directory
 from pk.log.manager import LogManager
 from pk.log.partition_log import PartitionLog
-from pk.log.segment import LOG, SNAPSHOT, file_name
+from pk.log.segment import INDEX, LOG, SNAPSHOT, Segment, file_name
 from pk.sim.disk import SimStorage
 from pk.types import PartitionKey, TopicPartition
 from tests.unit.log.conftest import Bench
@@ -83,18 +83,50 @@ def test_an_idle_partition_costs_one_look_at_start_and_stop(records: int) -> Non
     run(main)
 
 
-def test_a_written_partition_costs_two_syncs_at_a_stop() -> None:
+def test_a_written_partition_costs_one_sync_at_a_stop() -> None:
+    """And no file: the line has all that the next opening needs (log/closed_logs B5).  Nor does a
+    checkpoint make one.
+    """
+
     async def main() -> None:
         house = await closed_house(3)
         (storage,) = house.storages
         manager = await house.opened()
         await append(manager, KEY)
+        names = storage.names(PATH)
         done = counted(storage)
+        await manager.checkpoint()
+        await append(manager, KEY)
         await manager.close()
-        assert done["sync", "t-0"] == done["sync_dir", "t-0"] == 1
+        mine = Counter({operation: done[operation, where] for operation, where in done if where})
+        assert mine["sync"] == 1
+        assert set(mine) == {"list", "exists", "read", "append", "sync"}
         assert not [
             operation for operation, where in done if where == "t-1" and operation != "list"
         ]
+        assert storage.names(PATH) == names
+        assert not [name for name in names if name.endswith((INDEX, SNAPSHOT))]
+
+    run(main)
+
+
+def test_indexes_that_exist_are_brought_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
+    """log/closed_logs B6: one that ended before its log would hide the rest from a repair."""
+
+    async def main() -> None:
+        house = House()
+        manager = await house.opened()
+        await manager.create(TP, "tid", CONFIG)
+        await append(manager, KEY)
+        with monkeypatch.context() as patched:
+            patched.setattr(closed_logs, "WALKED_MAX", -1)
+            await manager.checkpoint()
+        await append(manager, KEY, 2)
+        manager.remember_broker_epoch(1)
+        await manager.close()
+        (storage,) = house.storages
+        _, extent = Segment(storage, PATH, 0).load_index()
+        assert extent.next_offset == 3
 
     run(main)
 
@@ -125,21 +157,23 @@ def history(name: str, bench: Bench) -> None:
         bench.log.complete(plan)
 
 
+@pytest.mark.parametrize("vouched", [True, False])
 @pytest.mark.parametrize(
     "name", ["empty", "long", "rolled", "rolled and empty", "epochs", "producers"]
 )
-def test_a_line_says_what_an_opening_finds(name: str, bench: Callable[..., Bench]) -> None:
+def test_a_line_says_what_an_opening_finds(
+    name: str, vouched: bool, bench: Callable[..., Bench]
+) -> None:
     b = bench(segment_bytes=100_000 if name == "long" else 2_000)
     history(name, b)
-    b.log.begin_close()
-    b.storage.sync_all([], [b.log.path])
+    b.storage.sync_all(*b.log.begin_close(vouched=vouched))
     line = b.log.end_close()
     end = b.log.written_end
     loaded = closed_logs.opened(line, b.storage, b.log.path, end, 0)
     assert loaded is not None
-    vouched = facts_of(b.open(clean=True, recovery_point=end, log_start=0, loaded=loaded))
+    told = facts_of(b.open(clean=True, recovery_point=end, log_start=0, loaded=loaded))
     b.log.close(False)
-    assert vouched == facts_of(b.open(clean=True, recovery_point=end, log_start=0))
+    assert told == facts_of(b.open(clean=True, recovery_point=end, log_start=0))
     # at the first use, the log goes on where it ended
     b.log.close(False)
     b.open(clean=True, recovery_point=end, log_start=0, loaded=loaded)
@@ -252,7 +286,7 @@ def test_lines_that_do_not_help_cost_time_only(damage: str) -> None:
             (line,) = closed_logs_file.read(storage).values()
             closed_logs_file.write(storage, {"": line.replace(" tid ", " other ")})
         else:  # a file that a full disk kept an earlier stop from replacing
-            storage.remove(f"{PATH}/{file_name(2, SNAPSHOT)}")
+            storage.open(f"{PATH}/{file_name(2, SNAPSHOT)}", create=True)
         manager = await house.opened()
         log = manager.get(KEY)
         assert log is not None
@@ -261,7 +295,9 @@ def test_lines_that_do_not_help_cost_time_only(damage: str) -> None:
     run(main)
 
 
-def test_a_failed_close_leaves_no_mark_and_no_line() -> None:
+def test_a_failed_close_leaves_no_mark_and_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(closed_logs, "WALKED_MAX", -1)  # the stop creates files
+
     async def main() -> None:
         house = await closed_house(3)
         (storage,) = house.storages

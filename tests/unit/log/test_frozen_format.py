@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from pk import formats, settings
 from pk.log import batch as batches
-from pk.log import closed_logs_file, columns, control_rows
+from pk.log import closed_logs, closed_logs_file, columns, control_rows
 from pk.log.control_rows import Marker
 from pk.log.manager import LogManager
 from pk.log.plan import LogConfig
@@ -120,7 +121,9 @@ async def written() -> dict[str, bytes]:
     log.advance_log_start(3)
     manager.set_high_watermark(key, log.written_end)
     manager.remember_broker_epoch(5)
-    await manager.close()
+    with pytest.MonkeyPatch.context() as patched:  # every file that a log can have
+        patched.setattr(closed_logs, "WALKED_MAX", -1)
+        await manager.close()
     vote = quorum_state_store.state_bytes(Vote(3, 1, "d"), 8)
     files = storage.files() | {quorum_state_store.QUORUM_STATE: vote}
     image = MetadataImage(offset=6)
