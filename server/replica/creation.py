@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 from pk import errors
@@ -82,7 +83,10 @@ class ReplicaCreator:
     async def load(self) -> None:
         """Open the logs of every partition the image gives this broker."""
         self._manager.gone, self._manager.named = self._gone, self._named
-        problems = await self._manager.load(self._config_of)
+        config_of = cache(self._config_of)  # no record is applied meanwhile
+        problems = await self._manager.load(
+            lambda topic_id, tp: config_of(topic_id) if self._is_here(topic_id, tp) else None
+        )
         for where, why in self._manager.restored.items():
             self._env.warn("identity_restored", directory=where, why=why)
         if self._manager.ignored:
@@ -185,14 +189,12 @@ class ReplicaCreator:
                 self._env.warn("partition_offline", partition=str(key), error=error.message)
 
     # -- what is to be created -------------------------------------------------------------------
-    def _config_of(self, topic_id: str, tp: TopicPartition) -> LogConfig | None:
-        """Return the settings of a log for `LogManager.load`.
+    def _is_here(self, topic_id: str, tp: TopicPartition) -> bool:
+        """Whether the log is no stray (broker/metadata_publisher M3)."""
+        return self._is_mine(PartitionKey(topic_id, tp.partition))
 
-        None = the log is a stray (broker/metadata_publisher M3).
-        """
-        state = self._metadata.image.partition(PartitionKey(topic_id, tp.partition))
-        if state is None or self._env.node_id not in state.replicas:
-            return None
+    def _config_of(self, topic_id: str) -> LogConfig:
+        """Return the settings of a topic's logs."""
         return LogConfig.of(self._metadata.settings_of(self._metadata.image.topics[topic_id].name))
 
     def _adopt(self, key: PartitionKey, wanted: dict[str, Any]) -> None:
