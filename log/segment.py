@@ -6,8 +6,9 @@
     00000000000000001200.txnindex   aborted transactions           log/aborted
     00000000000000001200.snapshot   producer state at offset 1200  log/producers
 
-Indexes are written when a segment is sealed, at a checkpoint, and at a clean close.  The log
-file is authoritative; the others are rebuilt from it if they are missing or torn.
+Indexes are written when a segment is sealed, and those of the active one at a checkpoint and at a
+clean close, unless it is short (log/closed_logs B5).  The log file is authoritative; the others are
+rebuilt from it if they are missing or torn.
 
 `decided` runs ahead of `written`: the loop assigns offsets, the write lane writes, and readers see
 `written` only.  A sealed segment keeps no descriptor open.  Each read opens the file, so that it

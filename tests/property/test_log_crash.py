@@ -227,7 +227,9 @@ def revive(run: Run, power: bool) -> None:
     ) == state
     assert {k: v for k, v in run.storage.files().items() if not k.endswith(".tmp")} == files
     if run.rng.random() < 0.5:
-        again.close(clean=True)
+        vouched = run.rng.random() < 0.5  # whose line is lost
+        run.storage.sync_all(*again.begin_close(vouched=vouched))
+        again.end_close()
         run.recovery_point = again.synced_end
         again = run.open(clean=True, same_boot=True)
     run.log = again
@@ -239,7 +241,7 @@ def revive(run: Run, power: bool) -> None:
 def test_nothing_promised_is_lost_at_any_write_point(
     seed: int, flush_on_ack: bool, power: bool
 ) -> None:
-    total = play(seed, 26, None, flush_on_ack).storage.mutations
+    total = play(seed, 30, None, flush_on_ack).storage.mutations
     assert total > 80
     deaths = 0
     for point in range(total):
@@ -247,7 +249,7 @@ def test_nothing_promised_is_lost_at_any_write_point(
         run.start()
         run.storage.crash_at = point
         try:
-            for _ in range(26):
+            for _ in range(30):
                 run.step()
         except Crashed:
             deaths += 1
