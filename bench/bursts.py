@@ -1,7 +1,7 @@
 """CPU and bytes of small batches: `python -m bench.bursts [--side pk|kafka] [--codec lz4] [--paced]`.
 
 A client sends bursts of 100 keyed records to a topic of 100 partitions and flushes after each, so a
-batch has 1.6 records whatever else the machine does.  With `--paced` it sends 20 records each
+batch has 1.6 records whatever else the machine does (`--burst 600`: 6 records).  With `--paced` it sends 20 records each
 millisecond and never flushes: the batches are then of this size on a quiet machine, and larger on a
 busy one, where figures look better.  Printed are CPU seconds per million records of the client's
 process and of the server's processes, records per batch, and the bytes of the log per record; the
@@ -29,7 +29,6 @@ from bench import processes
 from bench.pk_side import PkSide
 
 _PARTITIONS = 100
-_BURST = 100
 _KEYS = 20_000
 _WARM_UP = 2_000
 _LINGER_MS = 5
@@ -84,7 +83,7 @@ def _produce(given: argparse.Namespace) -> None:
     send, flush = make(given.bootstrap, given.topic, given.codec)
 
     def load(first: int, end: int) -> None:
-        step = _PACE if given.paced else _BURST
+        step = _PACE if given.paced else given.burst
         due_s = time.perf_counter()
         for begin in range(first, end, step):
             for at in range(begin, begin + step):
@@ -120,7 +119,8 @@ def _round(side: Any, topic: str, given: argparse.Namespace) -> None:
     pids = side.pids()
     command = [sys.executable, "-m", "bench.bursts", "--bootstrap", side.address]
     command += ["--topic", topic, "--codec", given.codec, "--records", str(given.records)]
-    command += ["--side", side.name, *(["--paced"] if given.paced else [])]
+    command += ["--side", side.name, "--burst", str(given.burst)]
+    command += ["--paced"] if given.paced else []
     before = processes.cpu_s(pids)
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     server_s = processes.cpu_s(pids) - before
@@ -148,6 +148,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--side", default="pk", choices=("pk", "kafka"))
     parser.add_argument("--codec", default="none", choices=("none", "lz4", "zstd"))
+    parser.add_argument("--burst", type=int, default=100, help="records between two flushes")
     parser.add_argument("--paced", action="store_true", help="20,000 records/s, without flushes")
     parser.add_argument("--records", type=int, default=10_000)
     parser.add_argument("--rounds", type=int, default=3)
