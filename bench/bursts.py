@@ -1,13 +1,13 @@
-"""CPU and bytes of small batches: `python -m bench.bursts [--side pk|kafka] [--codec lz4] [--paced]`.
+"""CPU and bytes of small batches: `python -m bench.bursts [--side pk|kafka] [--codec lz4] …`.
 
 A client sends bursts of 100 keyed records to a topic of 100 partitions and flushes after each, so a
-batch has 1.6 records whatever else the machine does (`--burst 600`: 6 records).  With `--paced` it sends 20 records each
-millisecond and never flushes: the batches are then of this size on a quiet machine, and larger on a
-busy one, where figures look better.  Printed are CPU seconds per million records of the client's
-process and of the server's processes, records per batch, and the bytes of the log per record; the
-last two are read from the log.  The side `kafka` is a Kafka broker with confluent-kafka as its
-client, with the same keys, values and linger.  A busy machine makes CPU seconds longer: compare two
-builds, or two sides, by turns.
+batch has 1.6 records whatever else the machine does (`--burst 600`: 6 records).  With `--paced` it
+sends 20 records each millisecond and never flushes: the batches are then of this size on a quiet
+machine, and larger on a busy one, where figures look better.  Printed are CPU seconds per million
+records of the client's process and of the server's processes, records per batch, and the bytes of
+the log per record; the last two are read from the log.  The side `kafka` is a Kafka broker with
+confluent-kafka as its client, with the same keys, values and linger.  A busy machine makes CPU
+seconds longer: compare two builds, or two sides, by turns.
 """
 
 from __future__ import annotations

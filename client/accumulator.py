@@ -63,7 +63,9 @@ OPEN_MS = 5
 #: Memory is reserved in this unit, so that `send` need not compute it per record.
 GRANT_BYTES = 256 * 1024
 #: A record set is split without Arrow if it has at most FEW_RECORDS for each of so many partitions.
+#: Keys spread records over all partitions; without keys, most go to one.
 FEW_PARTITIONS = 8
+FEW_PARTITIONS_KEYED = 64
 #: A batch with less than 1/8 of its size left counts as full.
 FULL_SHARE = 8
 
@@ -265,7 +267,8 @@ class RecordAccumulator:
         """
         values, keys, whole = records.values, records.keys, records.size
         limit = min(batch_limit(self.batch_size, topic.configs), self._size_max)
-        few = FEW_RECORDS * min(topic.partitions, FEW_PARTITIONS)
+        spread = FEW_PARTITIONS if keys is None else FEW_PARTITIONS_KEYED
+        few = FEW_RECORDS * min(topic.partitions, spread)
         if whole > limit or not values or not records.plain(few):
             return False
         count = records.count = len(values)
@@ -341,9 +344,11 @@ def _sorted_few(
     order: list[int] = []
     for partition, rows in grouped_by_partition(placed):
         mine = [values[index] for index in rows]
-        my_keys = None if keys is None else [keys[index] for index in rows]
-        size = sum([len(each) for each in mine if each]) + 2 * COLUMN_OVERHEAD * len(rows)
-        size += sum([len(each) for each in my_keys if each]) if my_keys is not None else 0
+        size = sum(map(len, filter(None, mine))) + 2 * COLUMN_OVERHEAD * len(rows)
+        my_keys = None
+        if keys is not None:
+            my_keys = [keys[index] for index in rows]
+            size += sum(map(len, filter(None, my_keys)))
         few = FewRows(mine, my_keys)
         slices.append(RecordSlice(records, partition, len(order), len(rows), few, size))
         left -= size

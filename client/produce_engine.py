@@ -37,7 +37,7 @@ from pk.client.network_client import NetworkClient
 from pk.client.partitioner import Sticky
 from pk.client.producer_batch import InFlightRequest, PartitionResponse, ProducerBatch
 from pk.client.producer_metrics import ProducedCounts
-from pk.client.record_set import RecordSet, resolve
+from pk.client.record_set import Outcome, RecordSet, resolve
 from pk.client.rows import batch_limit
 from pk.client.sender import Sender
 from pk.client.sender_events import (
@@ -269,11 +269,17 @@ class ProduceEngine:
         if self._closed:
             return
         released = 0
+        settled: list[Respond] = []
         for effect in self.sender.step(event, self.world.clock.monotonic_ms()):
             if type(effect) is Respond:
-                released += self._settle(effect.request, effect.reply)
-            else:
-                self._perform(effect)
+                settled.append(effect)  # the batches of a response get their outcomes together
+                continue
+            if settled:
+                released += self._settle(settled)
+                settled = []
+            self._perform(effect)
+        if settled:
+            released += self._settle(settled)
         if released:
             self.pool.release(released)
         if self.sender.fatal is not None and self.fatal is None:
@@ -298,15 +304,24 @@ class ProduceEngine:
             elif effect.name == "reset":
                 self._stream(effect.value).reset()
 
-    def _settle(self, batch: ProducerBatch, response: PartitionResponse) -> int:
-        """Give the futures of a batch their outcome; returns the memory to be released."""
-        self.counts.settled(batch.count, response.error is not None)
-        stamp, error = response.append_time_ms, response.error
-        resolve(batch.slices, response.base_offset, append_time_ms=stamp, error=error)
-        for each in batch.slices:
-            if each.records.done:
-                self._outstanding.pop(id(each.records), None)
-        return batch.size
+    def _settle(self, settled: list[Respond]) -> int:
+        """Give the futures of batches their outcomes; returns the memory to be released."""
+        released = 0
+        outcomes = []
+        for each in settled:
+            batch: ProducerBatch = each.request
+            response: PartitionResponse = each.reply
+            self.counts.settled(batch.count, response.error is not None)
+            outcomes.append(
+                Outcome(batch.slices, response.base_offset, response.append_time_ms, response.error)
+            )
+            released += batch.size
+        resolve(outcomes)
+        for outcome in outcomes:
+            for part in outcome.slices:
+                if not part.records.unresolved:
+                    self._outstanding.pop(id(part.records), None)
+        return released
 
     async def _init_producer_id(self) -> None:
         request = wire.InitProducerIdRequest(producer_id=NONE, producer_epoch=NONE)
@@ -465,14 +480,14 @@ class ProduceConnection:
         payload: list[Buffer] = []
         timeout_ms = max(1, self._options["request_timeout_ms"] * 9 // 10)
         head = wire.ProduceRequest(acks=self._acks, timeout_ms=timeout_ms)
+        add = head.partitions.add
         for batch, epoch in zip(request.batches, request.epochs, strict=True):
             encoded = batch.encode(*self._codec)
-            head.partitions.add(
-                topic_id=batch.partition.key.topic_id,
-                partition=batch.partition.key.partition,
-                current_leader_epoch=epoch,
+            topic_id, partition = batch.partition.key
+            add(
+                topic_id=topic_id, partition=partition, current_leader_epoch=epoch,
                 batch_bytes=sum(map(len, encoded)),
-            )
+            )  # fmt: skip
             payload += encoded
         pieces = frames.pieces(head_of(head, correlation_id=request.correlation_id), payload)
         return [b"".join(pieces)] if request.size <= INLINE_BYTES else pieces

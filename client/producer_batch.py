@@ -232,11 +232,11 @@ class PartitionBatches:
         """Return when the oldest batch without an outcome was created; the far future if there is
         none.
         """
-        if not self.unresolved:
-            return self.waiting[0].created_ms if self.waiting else FAR_MS
-        created = [batch.created_ms for batch in self.unresolved if not batch.expired]
-        created += [self.waiting[0].created_ms] if self.waiting else []
-        return min(created, default=FAR_MS)
+        created_ms = self.waiting[0].created_ms if self.waiting else FAR_MS
+        for batch in self.unresolved:
+            if batch.created_ms < created_ms and not batch.expired:
+                created_ms = batch.created_ms
+        return created_ms
 
     def ready_ms(self) -> int:
         """Return when the first waiting batch may be sent; 0 = it is full."""

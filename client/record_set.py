@@ -21,7 +21,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -144,7 +144,7 @@ class RecordSet:
         for each in self.slices or ():
             each.rows = None  # a future that the caller keeps must not keep the rows
         if self.slices:
-            resolve(self.slices, error=error)
+            resolve([Outcome(self.slices, error=error)])
 
     # -- asking ------------------------------------------------------------------------------------
 
@@ -205,32 +205,36 @@ class RecordSet:
         _call(callback)
 
 
-def resolve(
-    slices: list[RecordSlice],
-    base_offset: int = NONE,
-    *,
-    append_time_ms: int = NONE,
-    error: errors.PkError | None = None,
-) -> None:
-    """Resolve consecutive `slices`: stored from `base_offset` on, or failed with `error`.
+class Outcome(NamedTuple):
+    """The outcome of consecutive slices: stored from `base_offset` on, or failed with `error`."""
 
-    Wakes the waiting threads, and runs the callbacks that are due.
+    slices: list[RecordSlice]
+    base_offset: int = NONE
+    append_time_ms: int = NONE
+    error: errors.PkError | None = None
+
+
+def resolve(outcomes: Sequence[Outcome]) -> None:
+    """Resolve slices of one producer.  Wakes the waiting threads once, and runs the callbacks that
+    are due.
     """
     due: list[Callable[[], None]] = []
-    monitor = slices[0].records.monitor
+    monitor = outcomes[0].slices[0].records.monitor
+    touched: dict[int, RecordSet] = {}
     with monitor.lock:
-        for each in slices:
-            assert not each.resolved  # F1
-            each.base_offset, each.append_time_ms, each.error = base_offset, append_time_ms, error
-            each.resolved = True  # assigned last, because other threads read it first
-            base_offset += each.count if base_offset != NONE else 0
-            each.records.unresolved -= 1
-            if each.records.on_delivery:
-                due.append(partial(_run_on_delivery, each))
-        if len(slices) == 1:
-            resolved = [slices[0].records]
-        else:
-            resolved = list({id(each.records): each.records for each in slices}.values())
+        for slices, base_offset, append_time_ms, error in outcomes:
+            for each in slices:
+                assert not each.resolved  # F1
+                each.base_offset, each.append_time_ms = base_offset, append_time_ms
+                each.error = error
+                each.resolved = True  # assigned last, because other threads read it first
+                base_offset += each.count if base_offset != NONE else 0
+                records = each.records
+                records.unresolved -= 1
+                if records.on_delivery:
+                    due.append(partial(_run_on_delivery, each))
+                touched[id(records)] = records
+        resolved = list(touched.values())
         for records in resolved:
             if records.callbacks:
                 waiting = [(records.outcome(i) is not None, i, c) for i, c in records.callbacks]

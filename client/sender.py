@@ -512,12 +512,15 @@ class Sender:
             return partition.retry.at_ms
         if leader is None:
             return self._without_leader(partition, now_ms)
-        if partition.in_flight_to(leader.node):
+        if partition.unresolved:
+            if partition.in_flight_to(leader.node):
+                partition.left_ms = None
+                return FAR_MS  # a response comes next
+            later = self._leave(partition, leader, now_ms)
+            if later > now_ms:
+                return later  # N3
+        else:
             partition.left_ms = None
-            return FAR_MS  # a response comes next
-        later = self._leave(partition, leader, now_ms)
-        if later > now_ms:
-            return later  # N3
         node = self._nodes[leader.node]
         request = requests.get(leader.node)
         free_ms = 0 if request is not None else self._free_ms(leader.node)
@@ -545,7 +548,8 @@ class Sender:
                 partition.number_batch(batch)
         request.add(batch, leader.epoch)
         self.handed = True
-        return _AGAIN
+        # A response comes next, if no other batch waits.
+        return FAR_MS if partition.in_flight_to(leader.node) else _AGAIN
 
     def _without_leader(self, partition: PartitionBatches, now_ms: int) -> int:
         loss = self.metadata.loss_of(partition.key)

@@ -27,7 +27,7 @@ from pk.client.partitioner import Sticky, partition_of, place
 from pk.client.producer import Producer
 from pk.client.producer_batch import PartitionBatches, ProducerBatch
 from pk.client.record_arguments import normalise, record_size
-from pk.client.record_set import RecordSet, RecordSlice, resolve
+from pk.client.record_set import Outcome, RecordSet, RecordSlice, resolve
 from pk.client.rows import (
     batch_limit,
     cuts_by_size,
@@ -105,7 +105,7 @@ def test_every_row_goes_where_the_rules_say_and_keeps_its_order(
         run = [int(value) for value in each.rows.column("value").to_pylist()]
         assert run == sorted(run)
         seen.update({row: (each.partition, each.first + at) for at, row in enumerate(run)})
-    resolve(records.slices, 0)
+    resolve([Outcome(records.slices, 0)])
     assert sorted(seen) == list(range(len(rows)))
     stuck = {seen[i][0] for i, (key, p) in enumerate(rows) if p is None and key is None}
     assert len(stuck) <= 1
@@ -347,13 +347,13 @@ def test_a_future_knows_its_record_through_any_split() -> None:
     one, two = split(records, (7, 2), (8, 2))
     called: list[Any] = []
     futures[1].add_done_callback(called.append)
-    resolve([one], 100)
+    resolve([Outcome([one], 100)])
     assert called == [futures[1]]
     assert futures[1].result(0) == RecordMetadata("t", 7, 100, 5)
     assert futures[3].result(0) == RecordMetadata("t", 7, 101, 5)
     assert not futures[0].done()
     failure = errors.StorageFull("full")
-    resolve([two], error=failure)
+    resolve([Outcome([two], error=failure)])
     assert futures[0].exception(0) is failure
     with pytest.raises(errors.StorageFull):
         futures[2].result(0)
@@ -389,9 +389,9 @@ def test_who_is_woken_finds_a_delivery_settled_only_when_its_callbacks_have_retu
     one, two = split(records, (0, 2), (1, 2))
     futures = [SendFuture(records, index) for index in range(4)]
     futures[3].add_done_callback(callback)
-    resolve([one], 10)
+    resolve([Outcome([one], 10)])
     assert (records.done, records.settled, len(told)) == (False, False, 2)
-    resolve([two], 20)
+    resolve([Outcome([two], 20)])
     assert monitor.seen == [
         (False, False, 0), (False, False, 2), (True, False, 2), (True, True, 4),
     ]  # fmt: skip
@@ -404,9 +404,9 @@ def test_a_batch_partly_stored_says_what_was_and_what_was_not() -> None:
     future = BatchFuture(records)
     called: list[Any] = []
     future.add_done_callback(called.append)
-    resolve([one], 10, append_time_ms=99)
+    resolve([Outcome([one], 10, append_time_ms=99)])
     assert not future.done()
-    resolve([two], error=errors.RecordTooLarge("too large"))
+    resolve([Outcome([two], error=errors.RecordTooLarge("too large"))])
     assert called == [future]
     with pytest.raises(errors.PartlyStored) as told:
         future.result(0)
@@ -416,7 +416,8 @@ def test_a_batch_partly_stored_says_what_was_and_what_was_not() -> None:
 
 def test_a_batch_that_failed_as_one_raises_that_error() -> None:
     records = RecordSet("t", Monitor())
-    resolve(split(records, (0, 1), (1, 1)), error=errors.DeliveryTimedOut("late"))
+    late = errors.DeliveryTimedOut("late")
+    resolve([Outcome(split(records, (0, 1), (1, 1)), error=late)])
     assert isinstance(BatchFuture(records).exception(0), errors.DeliveryTimedOut)
 
 
