@@ -206,6 +206,23 @@ def test_what_is_not_few_or_plain_is_split_as_columns() -> None:
     assert not taken(count=65, size=0)
 
 
+@pytest.mark.parametrize(("key", "most"), [(None, 32 * 8), (b"k", 32 * 64)])
+def test_keys_let_more_records_count_as_few_over_many_partitions(
+    key: bytes | None, most: int
+) -> None:
+    topic = TopicMetadata("t", "id", 100, False, {})
+    for count in (most, most + 1):
+        accumulator = accumulator_of(BufferPool(1 << 20))
+        for number in range(count):
+            own = key and b"%s%d" % (key, number)
+            accumulator.append(b"v", own, size=record_size(b"v", own, None, "t"))
+        accumulator.seal(0, ready=True)
+        records = accumulator.sealed.popleft()
+        taken = accumulator.split_few(records, topic, lambda: range(100))
+        assert taken == (count == most)
+        assert not taken or len(records.slices or ()) == (1 if key is None else 100)
+
+
 def test_a_partition_that_does_not_exist_is_refused() -> None:
     rows, _ = normalise(pa.record_batch([pa.array([b"x", b"y"])], names=["value"]), 0)
     for bad in (7, -2):
@@ -396,6 +413,17 @@ def test_who_is_woken_finds_a_delivery_settled_only_when_its_callbacks_have_retu
         (False, False, 0), (False, False, 2), (True, False, 2), (True, True, 4),
     ]  # fmt: skip
     assert futures[2].result(0).offset == 20
+
+
+def test_the_batches_of_a_response_wake_the_waiting_threads_once() -> None:
+    monitor = Watched(lambda: records.done)
+    records = RecordSet("t", monitor)
+    one, two = split(records, (0, 2), (1, 2))
+    failure = errors.RecordTooLarge("too large")
+    resolve([Outcome([one], 10), Outcome([two], error=failure)])
+    assert monitor.seen == [True]
+    assert SendFuture(records, 1).result(0).offset == 11
+    assert SendFuture(records, 3).exception(0) is failure
 
 
 def test_a_batch_partly_stored_says_what_was_and_what_was_not() -> None:
