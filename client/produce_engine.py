@@ -37,7 +37,7 @@ from pk.client.network_client import NetworkClient
 from pk.client.partitioner import Sticky
 from pk.client.producer_batch import InFlightRequest, PartitionResponse, ProducerBatch
 from pk.client.producer_metrics import ProducedCounts
-from pk.client.record_set import Outcome, RecordSet, resolve
+from pk.client.record_set import BatchOutcome, RecordSet, resolve
 from pk.client.rows import batch_limit
 from pk.client.sender import Sender
 from pk.client.sender_events import (
@@ -313,7 +313,9 @@ class ProduceEngine:
             response: PartitionResponse = each.reply
             self.counts.settled(batch.count, response.error is not None)
             outcomes.append(
-                Outcome(batch.slices, response.base_offset, response.append_time_ms, response.error)
+                BatchOutcome(
+                    batch.slices, response.base_offset, response.append_time_ms, response.error
+                )
             )
             released += batch.size
         resolve(outcomes)

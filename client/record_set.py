@@ -144,7 +144,7 @@ class RecordSet:
         for each in self.slices or ():
             each.rows = None  # a future that the caller keeps must not keep the rows
         if self.slices:
-            resolve([Outcome(self.slices, error=error)])
+            resolve([BatchOutcome(self.slices, error=error)])
 
     # -- asking ------------------------------------------------------------------------------------
 
@@ -205,7 +205,7 @@ class RecordSet:
         _call(callback)
 
 
-class Outcome(NamedTuple):
+class BatchOutcome(NamedTuple):
     """The outcome of consecutive slices: stored from `base_offset` on, or failed with `error`."""
 
     slices: list[RecordSlice]
@@ -214,7 +214,7 @@ class Outcome(NamedTuple):
     error: errors.PkError | None = None
 
 
-def resolve(outcomes: Sequence[Outcome]) -> None:
+def resolve(outcomes: Sequence[BatchOutcome]) -> None:
     """Resolve slices of one producer.  Wakes the waiting threads once, and runs the callbacks that
     are due.
     """

@@ -315,7 +315,7 @@ class _Compaction:
             left, one.changes, self._target_bytes, apart=self._refused
         ):
             if not portion.partitions.isdisjoint(refused):
-                continue  # an earlier part of this partition is missing (maintenance/compaction_plan N4)
+                continue  # its earlier part is missing (maintenance/compaction_plan N4)
             self._lease.check()
             try:
                 results = self._rewrite(one, portion, decisions) if portion.runs else []

@@ -27,7 +27,7 @@ from pk.client.partitioner import Sticky, partition_of, place
 from pk.client.producer import Producer
 from pk.client.producer_batch import PartitionBatches, ProducerBatch
 from pk.client.record_arguments import normalise, record_size
-from pk.client.record_set import Outcome, RecordSet, RecordSlice, resolve
+from pk.client.record_set import BatchOutcome, RecordSet, RecordSlice, resolve
 from pk.client.rows import (
     batch_limit,
     cuts_by_size,
@@ -105,7 +105,7 @@ def test_every_row_goes_where_the_rules_say_and_keeps_its_order(
         run = [int(value) for value in each.rows.column("value").to_pylist()]
         assert run == sorted(run)
         seen.update({row: (each.partition, each.first + at) for at, row in enumerate(run)})
-    resolve([Outcome(records.slices, 0)])
+    resolve([BatchOutcome(records.slices, 0)])
     assert sorted(seen) == list(range(len(rows)))
     stuck = {seen[i][0] for i, (key, p) in enumerate(rows) if p is None and key is None}
     assert len(stuck) <= 1
@@ -364,13 +364,13 @@ def test_a_future_knows_its_record_through_any_split() -> None:
     one, two = split(records, (7, 2), (8, 2))
     called: list[Any] = []
     futures[1].add_done_callback(called.append)
-    resolve([Outcome([one], 100)])
+    resolve([BatchOutcome([one], 100)])
     assert called == [futures[1]]
     assert futures[1].result(0) == RecordMetadata("t", 7, 100, 5)
     assert futures[3].result(0) == RecordMetadata("t", 7, 101, 5)
     assert not futures[0].done()
     failure = errors.StorageFull("full")
-    resolve([Outcome([two], error=failure)])
+    resolve([BatchOutcome([two], error=failure)])
     assert futures[0].exception(0) is failure
     with pytest.raises(errors.StorageFull):
         futures[2].result(0)
@@ -406,9 +406,9 @@ def test_who_is_woken_finds_a_delivery_settled_only_when_its_callbacks_have_retu
     one, two = split(records, (0, 2), (1, 2))
     futures = [SendFuture(records, index) for index in range(4)]
     futures[3].add_done_callback(callback)
-    resolve([Outcome([one], 10)])
+    resolve([BatchOutcome([one], 10)])
     assert (records.done, records.settled, len(told)) == (False, False, 2)
-    resolve([Outcome([two], 20)])
+    resolve([BatchOutcome([two], 20)])
     assert monitor.seen == [
         (False, False, 0), (False, False, 2), (True, False, 2), (True, True, 4),
     ]  # fmt: skip
@@ -420,7 +420,7 @@ def test_the_batches_of_a_response_wake_the_waiting_threads_once() -> None:
     records = RecordSet("t", monitor)
     one, two = split(records, (0, 2), (1, 2))
     failure = errors.RecordTooLarge("too large")
-    resolve([Outcome([one], 10), Outcome([two], error=failure)])
+    resolve([BatchOutcome([one], 10), BatchOutcome([two], error=failure)])
     assert monitor.seen == [True]
     assert SendFuture(records, 1).result(0).offset == 11
     assert SendFuture(records, 3).exception(0) is failure
@@ -432,9 +432,9 @@ def test_a_batch_partly_stored_says_what_was_and_what_was_not() -> None:
     future = BatchFuture(records)
     called: list[Any] = []
     future.add_done_callback(called.append)
-    resolve([Outcome([one], 10, append_time_ms=99)])
+    resolve([BatchOutcome([one], 10, append_time_ms=99)])
     assert not future.done()
-    resolve([Outcome([two], error=errors.RecordTooLarge("too large"))])
+    resolve([BatchOutcome([two], error=errors.RecordTooLarge("too large"))])
     assert called == [future]
     with pytest.raises(errors.PartlyStored) as told:
         future.result(0)
@@ -445,7 +445,7 @@ def test_a_batch_partly_stored_says_what_was_and_what_was_not() -> None:
 def test_a_batch_that_failed_as_one_raises_that_error() -> None:
     records = RecordSet("t", Monitor())
     late = errors.DeliveryTimedOut("late")
-    resolve([Outcome(split(records, (0, 1), (1, 1)), error=late)])
+    resolve([BatchOutcome(split(records, (0, 1), (1, 1)), error=late)])
     assert isinstance(BatchFuture(records).exception(0), errors.DeliveryTimedOut)
 
 
