@@ -188,7 +188,7 @@ class MetadataUpdater:
             wait = self._metadata.next_refresh_ms(clock.monotonic_ms()) - clock.monotonic_ms()
             if backoff.attempts:
                 wait = max(wait, int(backoff.wait_ms()))
-            elif self._new and self._watched:
+            elif self._new:  # U2; an answer that did not name them has met the wish for a round
                 wait = 0
             if wait > 0:
                 try:
