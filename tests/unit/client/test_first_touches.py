@@ -119,6 +119,31 @@ def test_a_new_topic_does_not_wait_for_the_next_refresh(bench: Bench, requests: 
     assert any(not request.adds for _, request in requests), "the refresh was forgotten"
 
 
+def test_a_topic_named_during_a_round_without_topics_is_asked_for(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer, which covers no topic, met the wish for a round; no broker watched yet.  The
+    topic waited for the refresh, which follows after minutes.
+    """
+    cluster, answer = bench.engine.cluster, FakeBroker._metadata
+    named_at: list[float] = []
+
+    def note(broker: FakeBroker, request: wire.MetadataRequest) -> wire.MetadataReply:
+        if not request.topics and not named_at:  # the round is in progress
+            named_at.append(bench.world.clock.monotonic_ms())
+            cluster.watch_topics(["t1"])
+        return answer(broker, request)
+
+    monkeypatch.setattr(FakeBroker, "_metadata", note)
+
+    async def story() -> float:
+        await cluster.news(5_000)
+        await bench.engine.open("t1", 5_000)
+        return bench.world.clock.monotonic_ms() - named_at[0]
+
+    assert bench.run(story) < 100
+
+
 def test_a_look_costs_nothing_for_topics_without_records(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
