@@ -164,8 +164,9 @@ class MetadataSubscription:
         self._requests = requests
         self._progress = progress
         self._stream = stream
-        self._request: wire.MetadataRequest | None = None
-        self._names: frozenset[str] = frozenset()
+        self._began = False
+        self._names: dict[str, None] = {}  #: topics watched by name
+        self._ids: list[TopicId] = []  #: topics watched by id; neither = all topics
         self._last: wire.MetadataReply | None = None
         self._changed = asyncio.Event()
         self._tasks = TaskRegistry()
@@ -176,25 +177,40 @@ class MetadataSubscription:
 
         Raises `InvalidRequest` if a request adds topics to none, or to too many.
         """
-        began = self._request is not None
-        self._last = reply
         if request.adds:
-            request, self._last = _extended(self._request, request), None
-        self._request, self._names = request, frozenset(request.topics)
-        if not began:
+            self._extend(request.topics)
+            self._last = None
+        else:
+            self._names = dict.fromkeys(request.topics)
+            self._ids = list(request.topic_ids)
+            self._last = reply
+        if not self._began:
+            self._began = True
             self._progress.listeners[self._notice] = None
             self._tasks.spawn(self._push())
+
+    def _extend(self, topics: Iterable[str]) -> None:
+        """Watch more topics by name.  A client that touches one topic after another sends a request
+        for each of them: the cost of one does not depend on how many there are.
+        """
+        if not self._began:
+            raise errors.InvalidRequest("this stream watches no topics yet: name all of them")
+        if not self._names and not self._ids:
+            return  # all topics
+        new = {name: None for name in topics if name not in self._names}
+        if len(self._names) + len(new) > WATCHED_MAX:
+            raise errors.InvalidRequest(
+                f"a stream watches at most {WATCHED_MAX} topics by name: ask for all topics"
+            )
+        self._names.update(new)
 
     async def close(self) -> None:
         self._progress.listeners.pop(self._notice, None)
         await self._tasks.close()
 
     def _notice(self, names: Iterable[str] | None) -> None:
-        request = self._request
-        if request is None:
-            return
-        everything = not request.topics and not request.topic_ids
-        if names is None or everything or request.topic_ids or not self._names.isdisjoint(names):
+        everything = not self._names and not self._ids
+        if names is None or everything or self._ids or not self._names.keys().isdisjoint(names):
             self._changed.set()
 
     async def _push(self) -> None:
@@ -202,30 +218,14 @@ class MetadataSubscription:
             while True:
                 await self._changed.wait()
                 self._changed.clear()
-                assert self._request is not None
-                reply = self._requests.reply(self._request)
+                watched = wire.MetadataRequest(topics=self._names, topic_ids=self._ids)
+                reply = self._requests.reply(watched)
                 if self._last is not None and _same(reply, self._last):
                     continue
                 self._last = reply
                 await self._stream.send(frames.encode(head_of(reply)))
         except Disconnected:
             return
-
-
-def _extended(
-    watched: wire.MetadataRequest | None, more: wire.MetadataRequest
-) -> wire.MetadataRequest:
-    """Return the request for the topics of both."""
-    if watched is None:
-        raise errors.InvalidRequest("this stream watches no topics yet: name all of them")
-    if not watched.topics and not watched.topic_ids:
-        return watched  # all topics
-    names = dict.fromkeys([*watched.topics, *more.topics])
-    if len(names) > WATCHED_MAX:
-        raise errors.InvalidRequest(
-            f"a stream watches at most {WATCHED_MAX} topics by name: ask for all topics"
-        )
-    return wire.MetadataRequest(topics=names, watch=True)
 
 
 def _same(one: wire.MetadataReply, other: wire.MetadataReply) -> bool:

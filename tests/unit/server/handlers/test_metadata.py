@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import tracemalloc
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from pk.server.handlers.metadata import MetadataRequests
+from pk.server.handlers.metadata import MetadataRequests, MetadataSubscription
 from pk.server.metadata.image import TopicState
 from pk.wire import pk_pb2 as wire
 
@@ -64,3 +67,25 @@ def test_a_topic_is_described_once_for_all_clients(
             await caller.close()
 
     cluster.do(story())
+
+
+def test_a_topic_more_costs_the_same_beside_many() -> None:
+    """A stream that touched one topic after another copied the names of all of them each time."""
+
+    async def story() -> int:
+        asked: Any = SimpleNamespace(reply=lambda request: wire.MetadataReply())
+        progress: Any = SimpleNamespace(listeners={})
+        stream: Any = SimpleNamespace()
+        watching = MetadataSubscription(asked, progress, stream)
+        many = wire.MetadataRequest(topics=[f"t{number}" for number in range(50_000)], watch=True)
+        watching.begin(many, wire.MetadataReply())
+        tracemalloc.start()
+        for name in ("one", "another"):
+            more = wire.MetadataRequest(topics=[name], watch=True, adds=True)
+            watching.begin(more, wire.MetadataReply())
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        await watching.close()
+        return peak
+
+    assert asyncio.run(story()) < 100_000
