@@ -70,6 +70,7 @@ class BrokerScheduler:
         self._noted = 0  #: boottime of the last run that was stored; 0 = none by this process
         self._led: deque[PartitionKey] = deque()  #: led partitions, next to check first
         self._led_all = 0  #: the length of `_led` when the round began
+        self._led_at = 0  #: when to look for led partitions again, after none had a follower
         self._turns = 0.0
         self._tasks = TaskRegistry()
 
@@ -98,7 +99,7 @@ class BrokerScheduler:
         self._note_run()
         self._flushes.start_due(now_ms)
         self._retention.remove_pending_delete(now_ms)
-        self._consider_followers()
+        self._consider_followers(now_ms)
         self._failures.notice_failed_directories()
         self._free_space.measure_due(now_ms)
         self._retention.turn()
@@ -122,19 +123,24 @@ class BrokerScheduler:
         for each in self._manager.directories:
             self._jobs.beside("last run", each.disk, partial(self._clocks.note, each, run))
 
-    def _consider_followers(self) -> None:
+    def _consider_followers(self, now_ms: int) -> None:
         """Have followers that make no progress removed from the ISR (replica/isr M1).
 
         Every led partition is checked twice per `replica_lag_time_max_ms`.
         """
+        lag_ms = self._env.server["replica_lag_time_max_ms"]
         if not self._led:
+            if now_ms < self._led_at:
+                return
             self._led.extend(
                 key
                 for key, each in self._partitions.items()
                 if each.leader is not None and len(each.leader.replicas) > 1
             )
             self._led_all = len(self._led)
-        turns = 2 * self._led_all * TICK_MS / self._env.server["replica_lag_time_max_ms"]
+            if not self._led:
+                self._led_at = now_ms + lag_ms // 2
+        turns = 2 * self._led_all * TICK_MS / lag_ms
         self._turns = min(self._turns + turns, float(len(self._led)))
         while self._turns >= 1 and self._led:
             self._turns -= 1

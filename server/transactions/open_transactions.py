@@ -62,17 +62,15 @@ class OpenTransactionChecks:
     async def _run(self) -> None:
         while True:
             await self._env.clock.sleep_ms(CHECK_MS)
-            # what this broker no longer has is forgotten
-            self._asked = {
-                key: each for key, each in self._asked.items() if key in self._partitions
-            }
+            for key in self._asked.keys() - self._partitions.keys():
+                del self._asked[key]  # this broker has the partition no longer
             for key, partition in self._partitions.items():
-                if partition.leader is None or key in self._tasks:  # O3
+                if partition.leader is None:
                     continue
-                if partition.log.producers.open_count:
-                    self._tasks.spawn(self._check(key, partition), key)
-                else:
+                if not partition.log.producers.open_count:
                     self._asked[key] = partition.leader_epoch
+                elif key not in self._tasks:  # O3
+                    self._tasks.spawn(self._check(key, partition), key)
 
     async def _check(self, key: PartitionKey, partition: Partition) -> None:
         """Ask about the transactions of one partition that must be asked about."""
