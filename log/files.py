@@ -255,11 +255,20 @@ class RealStorage:
     def replace_all(self, files: Mapping[str, bytes]) -> None:
         self.check_writable()
         self._check_there(f"replacing {', '.join(islice(files, 1))}")
-        _together([partial(self._write_synced, _tmp(path), data) for path, data in files.items()])
-        # ext4 waits for the disk while it frees what a rename replaces: 2 ms for each
-        _together([partial(self.rename, _tmp(path), path) for path in files])
-        directories = dict.fromkeys(map(os.path.dirname, files))
-        _together([partial(self.sync_dir, path) for path in directories])
+        directories: dict[str, dict[str, bytes]] = {}
+        for path, data in files.items():
+            directories.setdefault(os.path.dirname(path), {})[path] = data
+        _together([partial(self._replace_in, *each) for each in directories.items()])
+
+    def _replace_in(self, directory: str, files: Mapping[str, bytes]) -> None:
+        """Replace files of one directory.  ext4 waits for the disk in each step, also while it
+        frees what a rename replaces (2 ms): other directories are replaced meanwhile.
+        """
+        for path, data in files.items():
+            self._write_synced(_tmp(path), data)
+        for path in files:
+            self.rename(_tmp(path), path)
+        self.sync_dir(directory)
 
     def _write_synced(self, path: str, data: bytes) -> None:
         file = self.open(path, create=True)

@@ -113,8 +113,8 @@ class Storage(Protocol):
         ...
 
     def replace_all(self, files: Mapping[str, bytes]) -> None:
-        """`replace_file` for all these files, by path, each step for all of them in parallel where
-        the disk allows it.  Raises if any step fails (D2); then none counts as replaced.
+        """`replace_file` for all these files, by path, directories in parallel where the disk
+        allows it.  Raises if any step fails (D2); then none counts as replaced.
         """
         ...
 

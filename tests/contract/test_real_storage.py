@@ -221,8 +221,8 @@ def test_a_directory_that_went_from_under_its_owner_has_failed(tmp_path: Path) -
 def test_files_that_are_replaced_together_wait_side_by_side(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each step waits until as many threads are in it as there are files, and begins when the step
-    before has ended for all: the new content is SYNCED before a name leads to it.
+    """Each step waits until as many threads are in it as there are files.  The new content is
+    SYNCED before a name leads to it.
     """
     storage = RealStorage(str(tmp_path))
     names = [f"d{number}/f" for number in range(SYNC_THREADS)]
