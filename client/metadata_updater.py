@@ -214,16 +214,17 @@ class MetadataUpdater:
         interest, new, now_ms = self._interest, list(self._new), self._clock.monotonic_ms()
         self._new, self._asked = {}, frozenset(new)
         order, new = self._plan(names, new, now_ms)
-        if names == []:  # ask for the brokers only, by the id of no topic
-            request = wire.MetadataRequest(topic_ids=[NO_TOPIC], watch=False)
-        else:
-            request = wire.MetadataRequest(topics=names or [], watch=True)
         timeout_ms = min(self._brokers.request_timeout_ms, 10_000)
 
         async def attempt(address: str) -> None:
             # An answer to a request for everything replaces what was added before it.
             more = new if address in self._watched and not self._asking[address] else []
-            asked = wire.MetadataRequest(topics=more, watch=True, adds=True) if more else request
+            if more:
+                asked = wire.MetadataRequest(topics=more, watch=True, adds=True)
+            elif names == []:  # ask for the brokers only, by the id of no topic
+                asked = wire.MetadataRequest(topic_ids=[NO_TOPIC], watch=False)
+            else:
+                asked = wire.MetadataRequest(topics=names or [], watch=True)
             self._asking[address] += not more
             try:
                 reply = await self._brokers.call_at(address, asked, timeout_ms=timeout_ms)
