@@ -75,6 +75,7 @@ CURVES = (
         "partitions of three replicas while one node of three is killed",
         (100, 500, 1_000, 2_000, 4_000),
         "failovers",
+        {"pk": 4_000, "kafka": 1_000},
     ),
 )
 BY_NAME = {curve.name: curve for curve in CURVES}

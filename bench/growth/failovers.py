@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from bench import processes
-from bench.growth import clients
 from bench.growth.nodes import PATIENCE_S
 from bench.growth.partitions import topics_of
 from bench.growth.rows import Figures
+from bench.growth.steady_clients import KafkaClient, PkClient, SteadyClient
+from bench.kafka.cluster import KafkaCluster
 from bench.sides import CLUSTER_NODES, SideFailed
-from bench.values import VALUE_BYTES
-from pk import AdminClient, Producer
+from pk import AdminClient
 from pk.cli.embedded import EmbeddedCluster
 
 SETTINGS = {
@@ -27,9 +29,9 @@ SETTINGS = {
     "min_insync_replicas": 2,
     "shutdown_timeout_ms": 120_000,
 }
-#: As in the case `failover`: a silent leader answers nothing.
-_REQUEST_MS = 3_000
 _CALM_S = 5.0
+#: Topic and number of a partition → the node that leads it.
+Leaders = Mapping[tuple[str, int], int]
 
 
 def pk(partitions: int, folder: Path) -> Figures:
@@ -41,14 +43,34 @@ def pk(partitions: int, folder: Path) -> Figures:
             for topic, count in topics_of(partitions):
                 admin.create_topic(topic, partitions=count, timeout_s=PATIENCE_S)
             leaders = _whole(admin, partitions)
-            victim = _victim(admin, leaders)
-        places = [place for place, leader in leaders.items() if leader == victim]
-        return _failed_over(cluster, victim, places, list(topics_of(partitions)))
+            victim = _victim(leaders, admin.describe_metadata_quorum().leader_id)
+        others = [pid for node in cluster.nodes if node != victim for pid in cluster.pids_of(node)]
+        client = PkClient(cluster.address)
+        return _failed_over(client, leaders, victim, lambda: cluster.kill(victim), others)
     finally:
         cluster.stop_together()
 
 
-def _whole(admin: AdminClient, partitions: int) -> dict[tuple[str, int], int]:
+def kafka(partitions: int, folder: Path) -> Figures:
+    """Measure one failover of Kafka, with librdkafka's producer."""
+    cluster = KafkaCluster()
+    cluster.start(folder)
+    try:
+        leaders: dict[tuple[str, int], int] = {}
+        for topic, count in topics_of(partitions):
+            cluster.create_topic(topic, count)
+            cluster.whole(topic)
+            leaders |= {(topic, number): node for number, node in cluster.leaders(topic).items()}
+        victim = _victim(leaders, cluster.nodes.active_controller())
+        nodes = range(1, CLUSTER_NODES + 1)
+        others = [pid for node in nodes if node != victim for pid in cluster.nodes.pids_of(node)]
+        client = KafkaClient(cluster.address)
+        return _failed_over(client, leaders, victim, lambda: cluster.kill(victim), others)
+    finally:
+        cluster.stop()
+
+
+def _whole(admin: AdminClient, partitions: int) -> Leaders:
     """Return the leader of each partition, once all have three replicas in sync."""
     names = [topic for topic, _ in topics_of(partitions)]
     deadline = time.monotonic() + PATIENCE_S
@@ -62,48 +84,56 @@ def _whole(admin: AdminClient, partitions: int) -> dict[tuple[str, int], int]:
         time.sleep(0.5)
 
 
-def _victim(admin: AdminClient, leaders: dict[tuple[str, int], int]) -> int:
-    """Return a node that leads partitions and is not the active controller."""
-    active = admin.describe_metadata_quorum().leader_id
-    counts = {node: list(leaders.values()).count(node) for node in set(leaders.values())}
-    counts.pop(active, None)
+def _victim(leaders: Leaders, active: int) -> int:
+    """Return the node that leads most partitions of those that are not the active controller."""
+    counts = Counter(node for node in leaders.values() if node != active)
     if not counts:
         raise SideFailed("the active controller's node leads all partitions")
-    return max(counts, key=lambda node: counts[node])
+    return counts.most_common(1)[0][0]
 
 
 def _failed_over(
-    cluster: EmbeddedCluster, victim: int, places: list[tuple[str, int]], topics: clients.Topics
+    client: SteadyClient, leaders: Leaders, victim: int, kill: Callable[[], None], others: list[int]
 ) -> Figures:
-    """Kill a node and return how long its partitions took."""
+    """Kill a node and return how long its partitions took.
+
+    others: the processes of the other nodes
+    """
+    places = [place for place, leader in leaders.items() if leader == victim]
+    failed: list[Any] = []
     took: dict[int, float] = {}
     done = threading.Event()
 
-    def sent(number: int) -> Any:
-        def delivered(_: Any, error: Any) -> None:
+    def stored(error: Any) -> None:
+        if error:
+            failed.append(error)
+
+    def sent(number: int) -> Callable[[Any], None]:
+        def delivered(error: Any) -> None:
             took[number] = float("inf") if error else time.monotonic()
             if len(took) == len(places):
                 done.set()
 
         return delivered
 
-    others = [pid for node in cluster.nodes if node != victim for pid in cluster.pids_of(node)]
-    options: dict[str, Any] = {"request_timeout_ms": _REQUEST_MS, "delivery_timeout_ms": 300_000}
-    with Producer(cluster.address, acks="all", linger_ms=0, **options) as producer:
-        for topic, count in topics:
-            for number in range(count):
-                producer.send(topic, bytes(VALUE_BYTES), partition=number)
-        producer.flush(timeout_s=PATIENCE_S)
+    try:
+        for topic, number in leaders:
+            client.send(topic, number, stored)
+        client.flush()
+        if failed:
+            raise SideFailed(f"{len(failed)} records were not stored: {failed[0]}")
         time.sleep(_CALM_S)
         before, mine = processes.cpu_s(others), time.process_time()
         begin = time.monotonic()
-        cluster.kill(victim)
+        kill()
         for at, (topic, number) in enumerate(places):
-            producer.send(topic, bytes(VALUE_BYTES), partition=number, on_delivery=sent(at))
+            client.send(topic, number, sent(at))
         if not done.wait(PATIENCE_S):
             raise SideFailed(f"{len(took)} of {len(places)} records were acknowledged")
         cpu_s = processes.cpu_s(others) - before
         client_s = time.process_time() - mine
+    finally:
+        client.close()
     times = sorted(each - begin for each in took.values())
     if times[-1] == float("inf"):
         raise SideFailed("records failed")

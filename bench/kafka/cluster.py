@@ -101,6 +101,20 @@ class KafkaNodes(KafkaBroker):
     def pids_of(self, node: int) -> list[int]:
         return processes.children(self._nodes[node].pid)
 
+    def active_controller(self) -> int:
+        """Return the leader of the metadata quorum.  Raises `SideFailed`."""
+        program = "org.apache.kafka.tools.MetadataQuorumCommand"
+        arguments = ("--bootstrap-server", self.address, "describe", "--status")
+        found = subprocess.run(
+            self.command("client.options", program, *arguments),
+            capture_output=True, text=True, timeout=START_TIMEOUT_S,
+        )  # fmt: skip
+        for line in found.stdout.splitlines():
+            name, _, value = line.partition(":")
+            if name == "LeaderId":
+                return int(value)
+        raise SideFailed(f"Apache Kafka names no active controller: {found.stderr[-500:]}")
+
     def kill(self, node: int) -> None:
         process = self._nodes.pop(node)
         process.send_signal(signal.SIGKILL)
@@ -155,8 +169,12 @@ class KafkaCluster(KafkaSide):
     # -- nodes -------------------------------------------------------------------------------------
 
     def leader(self, topic: str) -> int:
+        return self.leaders(topic)[0]
+
+    def leaders(self, topic: str) -> dict[int, int]:
+        """Return the leader of each partition."""
         known = self._admin.list_topics(topic, timeout=10).topics[topic].partitions
-        return int(known[0].leader)
+        return {number: int(each.leader) for number, each in known.items()}
 
     def kill(self, node: int) -> None:
         self.nodes.kill(node)
