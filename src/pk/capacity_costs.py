@@ -20,17 +20,17 @@ class Cost(NamedTuple):
 
 COSTS: Mapping[str, Cost] = {
     "node_memory": Cost(
-        195.0,
+        192.0,
         "MiB",
         "curve partitions, memory_mb at n = 1",
     ),
     "node_rest_cpu": Cost(
-        2.3,
+        1.85,
         "% of a core",
         "curve partitions, rest_cpu_percent at n = 1",
     ),
     "node_descriptors": Cost(
-        29.0,
+        27.0,
         "files",
         "curve partitions, broker_descriptors at n = 1",
     ),
@@ -45,17 +45,17 @@ COSTS: Mapping[str, Cost] = {
         "curve tables, tier_rest_cpu_percent at n = 1",
     ),
     "partition_memory": Cost(
-        0.0122,
+        0.0121,
         "MiB",
         "curve partitions, broker_mb from n = 1 to 10,000",
     ),
     "metadata_memory": Cost(
-        0.000422,
+        0.000413,
         "MiB",
         "curve partitions, controller_mb from n = 1 to 10,000",
     ),
     "partition_rest_cpu": Cost(
-        0.000385,
+        0.00028,
         "% of a core",
         "curve partitions, rest_cpu_percent from n = 1 to 10,000",
     ),
@@ -85,7 +85,7 @@ COSTS: Mapping[str, Cost] = {
         "curve tables, memory_mb from n = 1 to 100, less a partition: not above it",
     ),
     "table_rest_cpu": Cost(
-        0.00315,
+        0.00326,
         "% of a core",
         "curve tables, rest_cpu_percent from n = 1 to 100, less a partition",
     ),
