@@ -32,10 +32,17 @@ from typing import Any, NamedTuple, TypeVar
 from pk import errors
 from pk.settings import CONSUMER
 from pk.sparkconnector import prepared_fetch
+from pk.sparkconnector.joint_scan import JointScan
 from pk.sparkconnector.offsets import Bounds, Range, SourceProgress
 from pk.sparkconnector.option_names import CONNECT_TIMEOUT_MS
 from pk.sparkconnector.query_progress import QueryProgress
-from pk.sparkconnector.scan import UNKNOWN_TOPIC_WAIT_MS, PooledStream, Scan, ScannedBatches
+from pk.sparkconnector.scan import (
+    UNKNOWN_TOPIC_WAIT_MS,
+    Follower,
+    PooledStream,
+    Scan,
+    ScannedBatches,
+)
 from pk.types import NONE, READ_COMMITTED, READ_UNCOMMITTED, EpochStart, PartitionKey
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
@@ -140,7 +147,7 @@ class ClusterClient:
         #: cluster id and the highest metadata offset that a broker of it reported (K5)
         self._newest = ("", NONE)
         self._progress: dict[str, QueryProgress] = {}  #: by group
-        self._scans: dict[Scan, None] = {}
+        self._scans: dict[Follower, None] = {}
         self._idle: list[PooledStream] = []
         self._leaders: dict[tuple[str, int], str] = {}
 
@@ -344,17 +351,24 @@ class ClusterClient:
     async def _leader(self, key: tuple[str, int]) -> str:
         self._watch(self._names.get(key[0]))
         if not self._leaders.get(key):
-            reply = await self._metadata(wire.MetadataRequest(topic_ids=[key[0]]))
-            brokers = {node.node_id: node.address for node in reply.brokers}
-            for info in reply.topics:
-                if info.HasField("error"):
-                    raise frames.raise_error(info.error)
-                for p in info.partitions:
-                    self._leaders[info.topic_id, p.partition] = brokers.get(p.leader, "")
+            await self._learn_leaders([key[0]])
         address = self._leaders.get(key)
         if not address:
             raise errors.NotLeaderOrFollower(f"partition {key[1]} of {key[0]} has no leader now")
         return address
+
+    async def _learn_leaders(self, topic_ids: Sequence[str]) -> None:
+        """Ask for the leaders of topics.  Raises the error of one after those of the others."""
+        reply = await self._metadata(wire.MetadataRequest(topic_ids=topic_ids))
+        brokers = {node.node_id: node.address for node in reply.brokers}
+        failed = None
+        for info in reply.topics:
+            if info.HasField("error"):
+                failed = failed or frames.raise_error(info.error)
+            for p in info.partitions:
+                self._leaders[info.topic_id, p.partition] = brokers.get(p.leader, "")
+        if failed is not None:
+            raise failed
 
     async def _on_leader(self, address: str, request: Any) -> Any:
         try:
@@ -475,12 +489,15 @@ class ClusterClient:
 
     # -- scans -------------------------------------------------------------------------------------
 
-    def scan(self, one: Range, *, read_committed: bool) -> Iterator[ScannedBatches]:
+    def scan(
+        self, one: Range, *, read_committed: bool, epoch: int = NONE
+    ) -> Iterator[ScannedBatches]:
         """Yield the batches of `one` in offset order (K2).
 
-        Retries retriable errors (K1) and raises the others as typed errors.
+        Retries retriable errors (K1) and raises the others as typed errors.  epoch: the leader
+        epoch of the offset before the range, if that was read before.
         """
-        scan = Scan(self, one, READ_COMMITTED if read_committed else READ_UNCOMMITTED)
+        scan = Scan(self, one, READ_COMMITTED if read_committed else READ_UNCOMMITTED, epoch)
         future = asyncio.run_coroutine_threadsafe(scan.run(), self._process.loop)
         try:
             while (fetched := scan.next()) is not None:
@@ -488,6 +505,12 @@ class ClusterClient:
                 scan.consumed(len(fetched.payload))
         finally:
             future.cancel()
+
+    def joint_scan(self, ranges: Sequence[Range], *, read_committed: bool) -> JointScan:
+        """Begin a joint scan of ranges, each of another partition (joint_scan.py)."""
+        scan = JointScan(self, ranges, READ_COMMITTED if read_committed else READ_UNCOMMITTED)
+        scan.begin()
+        return scan
 
     def prepared(
         self, ranges: Sequence[Range], *, read_committed: bool

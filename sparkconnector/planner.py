@@ -19,21 +19,26 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from pk import errors, generations
 from pk.sparkconnector import offsets, packing, ranges
 from pk.sparkconnector.offsets import Bounds, Loss, Range, SourceProgress
 from pk.sparkconnector.options import Column, OffsetRangeLimit, Source
+from pk.types import NONE
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from pk.sparkconnector import rows
     from pk.sparkconnector.connection import ClusterClient, TopicLeaders
+    from pk.sparkconnector.joint_scan import JointRange
     from pk.sparkconnector.opened_files import TaskFiles
     from pk.sparkconnector.ranges import Curve, Spans, TierFile
+    from pk.sparkconnector.rows import Found, Shape
+    from pk.sparkconnector.scan import ScannedBatches
     from pk.sparkconnector.table_files import TableFiles
     from pk.sparkconnector.tier_scan import ColdRange
 
@@ -74,6 +79,8 @@ class Task:
     range: Range
     read_committed: bool
     cold: ColdRange | None = None
+    #: of a hot range, as its leader says; NONE = not known, and the range is read by itself
+    bytes: int = field(default=NONE, compare=False)
 
 
 class PartitionTable(NamedTuple):
@@ -241,13 +248,17 @@ class Planner:
             curves = iter(self.cluster.curves(hot, 2) if hot else [])
         except errors.UnknownTopicId:  # deleted meanwhile: its task reports the loss
             curves = iter([([], [])] * len(hot))
-        sizes = []
+        sizes, known = [], []
         for task in tasks:
             if task.cold is not None:
                 size = sum(file.size for file in task.cold.files)
             else:
-                size = _last_bytes(task.range, *next(curves))
+                xs, ys = next(curves)
+                size = _last_bytes(task.range, xs, ys)
+                if len(xs) > 1:
+                    task = replace(task, bytes=size)
             sizes.append(packing.Size(task.range.size, size))
+            known.append(task)
         groups = packing.pack(
             sizes,
             cores=cores,
@@ -256,7 +267,7 @@ class Planner:
             max_records=source.max_records_per_partition,
             max_bytes=source.max_bytes_per_partition,
         )
-        return [tuple(tasks[at] for at in group) for group in groups]
+        return [tuple(known[at] for at in group) for group in groups]
 
     def left(
         self, wanted: Sequence[Range], tables: Mapping[tuple[str, int], PartitionTable]
@@ -344,35 +355,38 @@ def read(
     from pk.sparkconnector import rows, worker
 
     worker.begin_task()
-    return rows.right_sized(_each(tasks, source, columns))
+    shape = rows.Shape(columns)
+    return rows.right_sized(_each(tasks, source, shape), shape)
 
 
-def _each(
-    tasks: Sequence[Task], source: Source, columns: Sequence[Column]
-) -> Iterator[pa.RecordBatch]:
+def _each(tasks: Sequence[Task], source: Source, shape: Shape) -> Iterator[Found]:
     cold = [(each.range, each.cold) for each in tasks if each.cold is not None]
-    if not cold:
-        for task in tasks:
-            yield from _named(task, source, columns)
-        return
-    from pk.sparkconnector import opened_files, tier_scan
+    with ExitStack() as opened:
+        files = scans = None
+        if cold:
+            from pk.sparkconnector import opened_files, tier_scan
 
-    with closing(opened_files.TaskFiles(tier_scan.files_of(cold))) as files:
-        for task in tasks:
-            yield from _named(task, source, columns, files)
+            files = opened_files.TaskFiles(tier_scan.files_of(cold))
+            opened.enter_context(closing(files))
+        if len(cold) < len(tasks):
+            from pk.sparkconnector.connection import cluster
+            from pk.sparkconnector.joint_scan import Small, TaskScans
+
+            client = cluster(source.bootstrap, source.client, source.connect_timeout_ms)
+            small = [Small(each.range, each.bytes) if each.bytes >= 0 else None for each in tasks]
+            scans = TaskScans(client, small, read_committed=source.read_committed)
+            opened.enter_context(closing(scans))
+        for at, task in enumerate(tasks):
+            if task.cold is not None:
+                found = _cold(task, source, shape, files)
+            else:
+                assert scans is not None
+                found = _hot(task, source, client, scans.of(at))
+            yield from _named(task.range, found)
 
 
-def _named(
-    task: Task, source: Source, columns: Sequence[Column], files: TaskFiles | None = None
-) -> Iterator[pa.RecordBatch]:
-    from pk.sparkconnector import rows
-
-    one = task.range
-    shape = rows.Shape(columns, one.topic, one.partition)
-    if task.cold is not None:
-        found = _cold(task, source, shape, files)
-    else:
-        found = _hot(task, source, shape)
+def _named(one: Range, found: Iterator[Found]) -> Iterator[Found]:
+    """Yield what is found, and name the range in its errors."""
     try:
         yield from found
     except errors.PkError as cause:
@@ -382,16 +396,14 @@ def _named(
         raise type(cause)(f"{name}: {cause.message}", **cause.details) from cause
 
 
-def _cold(
-    task: Task, source: Source, shape: Any, files: TaskFiles | None
-) -> Iterator[pa.RecordBatch]:
+def _cold(task: Task, source: Source, shape: Shape, files: TaskFiles | None) -> Iterator[Found]:
     from pk.sparkconnector import tier_scan
 
     def lost(part: Range) -> None:
         cause = errors.OffsetOutOfRange(_AGED_OUT)
         _report_loss(source, _loss(part, cause), cause)
 
-    def elsewhere(rest: Range, error: errors.DamagedTierFile) -> Iterator[pa.RecordBatch]:
+    def elsewhere(rest: Range, error: errors.DamagedTierFile) -> Iterator[Found]:
         """Report the file to the broker and read `rest` from the broker, which may still have the
         records."""
         from pk.sparkconnector.connection import cluster
@@ -399,22 +411,23 @@ def _cold(
         warn(f"{error.message}; {rest} is read through the broker")
         client = cluster(source.bootstrap, source.client, source.connect_timeout_ms)
         client.tier(rest.topic, [error.details["path"]])
-        return _hot(replace(task, range=rest, cold=None), source, shape)
+        return _hot(replace(task, range=rest, cold=None), source, client)
 
     assert task.cold is not None
     return tier_scan.scan(task.range, task.cold, shape, lost, elsewhere, files)
 
 
-def _hot(task: Task, source: Source, shape: Any) -> Iterator[pa.RecordBatch]:
+def _hot(
+    task: Task, source: Source, client: ClusterClient, joint: JointRange | None = None
+) -> Iterator[rows.LogRows]:
     from pk.sparkconnector import rows
-    from pk.sparkconnector.connection import cluster
 
-    client = cluster(source.bootstrap, source.client, source.connect_timeout_ms)
     rest = task.range
     doubted: int | None = None
     while rest.size:
         try:
-            for fetched in client.scan(rest, read_committed=task.read_committed):
+            received, joint = _received(client, rest, task.read_committed, joint), None
+            for fetched in received:
                 # A read of the tier may end inside a batch; the next leader may return that batch
                 # whole.
                 rest = rest._replace(start=fetched.position)
@@ -422,7 +435,6 @@ def _hot(task: Task, source: Source, shape: Any) -> Iterator[pa.RecordBatch]:
                     fetched.payload,
                     fetched.aborted,
                     rest,
-                    shape,
                     client.decoded_bytes_max,
                     fetched.next_offset,
                     fetched.dense,
@@ -445,6 +457,19 @@ def _hot(task: Task, source: Source, shape: Any) -> Iterator[pa.RecordBatch]:
             if doubted == rest.start:
                 raise
             doubted = rest.start
+
+
+def _received(
+    client: ClusterClient, one: Range, read_committed: bool, joint: JointRange | None
+) -> Iterator[ScannedBatches]:
+    """Yield the payloads of a range: those of the joint scan, then those of a scan of the rest."""
+    if joint is None:
+        yield from client.scan(one, read_committed=read_committed)
+        return
+    yield from joint.batches()
+    left = joint.received
+    if not left.complete:
+        yield from client.scan(left.rest, read_committed=read_committed, epoch=left.epoch)
 
 
 def _last_bytes(one: Range, xs: Sequence[int], ys: Sequence[int]) -> int:

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
-from typing import Any
+from itertools import groupby, pairwise
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -52,47 +52,100 @@ BATCH_BYTES_LEAST = 256 << 10
 BATCH_BYTES_MOST = 16 << 20
 BATCH_ROWS_LEAST = 2_000
 BATCH_ROWS_MOST = 50_000
+#: Cached constant arrays of a read; one of a topic's name may have 100 KB.
+CONSTANTS_MAX = 16
+
+
+class LogRows(NamedTuple):
+    """Rows of one batch of the log, which are not in the shape yet: small ones are joined first."""
+
+    rows: pa.RecordBatch
+    topic: str
+    partition: int
+    timestamp_type: int
+    size: int  #: bytes, about
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.rows.num_rows)
+
+
+#: What a read finds: rows of the log, or rows of the tier in the shape.
+Found: TypeAlias = LogRows | pa.RecordBatch
 
 
 class Shape:
-    """The columns of one read of one partition, and their cached constant arrays."""
+    """The columns of one read, and some cached constant arrays."""
 
-    def __init__(self, columns: Sequence[Column], topic: str, partition: int) -> None:
+    def __init__(self, columns: Sequence[Column]) -> None:
         assert all(one.name.lower() in TYPES for one in columns), columns
         self.names = tuple(one.name.lower() for one in columns)
         self.schema = pa.schema(
             [pa.field(one.name, TYPES[one.name.lower()], one.nullable) for one in columns]
         )
-        self._values: dict[str, Any] = {"topic": topic, "partition": partition}
         self._constants: dict[tuple[str, Any], pa.Array] = {}
 
     def constant(self, name: str, value: Any, rows: int) -> pa.Array:
         """Return an array of `rows` times `value`, cut from one cached array."""
         found = self._constants.get((name, value))
         if found is None or len(found) < rows:
+            if len(self._constants) >= CONSTANTS_MAX:
+                self._constants.clear()
             found = pa.repeat(pa.scalar(value, TYPES[name]), max(BATCH_ROWS_LEAST, 2 * rows))
             self._constants[name, value] = found
         return found.slice(0, rows)
 
-    def assemble(self, rows: int, found: dict[str, Any], timestamp_type: Any) -> pa.RecordBatch:
-        """Return a batch of this shape (A2).
+    def assemble(
+        self, rows: pa.RecordBatch, topic: str, partition: int, timestamp_type: Any
+    ) -> pa.RecordBatch:
+        """Return rows of a partition in this shape (A2).
 
         `timestamp_type` is one number for all rows, or a column.
         """
+        values = {"topic": topic, "partition": partition}
         arrays = []
         for name in self.names:
-            if name in self._values:
-                arrays.append(self.constant(name, self._values[name], rows))
+            if name in values:
+                arrays.append(self.constant(name, values[name], rows.num_rows))
+            elif name == "timestamptype" and isinstance(timestamp_type, int):
+                arrays.append(self.constant(name, timestamp_type, rows.num_rows))
             elif name == "timestamptype":
-                one = isinstance(timestamp_type, int)
-                arrays.append(self.constant(name, timestamp_type, rows) if one else timestamp_type)
+                arrays.append(timestamp_type)
             elif name == "headers":
-                arrays.append(null_where_empty(found[name]))
+                arrays.append(null_where_empty(rows.column(name)))
             else:
-                arrays.append(found[name])
+                arrays.append(rows.column(name))
             if name not in MAY_BE_NULL and arrays[-1].null_count:
-                raise errors.InvalidRecord(f"{self._values['topic']}: a row has no {name}")
+                raise errors.InvalidRecord(f"{topic}: a row has no {name}")
         return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
+
+    def joined(self, pieces: Sequence[LogRows]) -> pa.RecordBatch:
+        """Return the rows of all pieces in this shape (A2).
+
+        An array costs about as much as 20 rows, so pieces are joined before there are more arrays.
+        """
+        if len(pieces) == 1:
+            (one,) = pieces
+            return self.assemble(one.rows, one.topic, one.partition, one.timestamp_type)
+        counts = [one.num_rows for one in pieces]
+        arrays = []
+        for name in self.names:
+            if name == "topic":
+                names = pa.array([one.topic for one in pieces], TYPES[name])
+                arrays.append(names.take(pa.array(np.repeat(np.arange(len(pieces)), counts))))
+            elif name == "partition":
+                arrays.append(_repeated([one.partition for one in pieces], counts))
+            elif name == "timestamptype":
+                arrays.append(_repeated([one.timestamp_type for one in pieces], counts))
+            else:
+                # columns of the log are null only where MAY_BE_NULL says so (pk.log.columns)
+                whole = pa.concat_arrays([one.rows.column(name) for one in pieces])
+                arrays.append(null_where_empty(whole) if name == "headers" else whole)
+        return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
+
+
+def _repeated(values: Sequence[int], counts: Sequence[int]) -> pa.Array:
+    return pa.array(np.repeat(np.array(values, np.int32), counts))
 
 
 def null_where_empty(headers: pa.Array) -> pa.Array:
@@ -121,11 +174,10 @@ def from_log(
     payload: memoryview,
     aborted: Sequence[tuple[int, int, int]],
     one: Range,
-    shape: Shape,
     decoded_bytes_max: int,
     next_offset: int,
     dense: bool = False,
-) -> Iterator[pa.RecordBatch]:
+) -> Iterator[LogRows]:
     """Yield the rows of log batches whose offsets lie in `one` (A1).
 
     `one.start` is the requested offset; `next_offset` is the offset after the answer's last batch.
@@ -158,7 +210,9 @@ def from_log(
         decoded = clip(decoded, one, header.base_offset if not header.sparse else None)
         if decoded.num_rows:
             kind = LOG_APPEND_TIME if header.log_append_time else CREATE_TIME
-            yield shape.assemble(decoded.num_rows, _by_name(decoded), kind)
+            plain = not header.codec_number and decoded.num_rows == header.record_count
+            size = header.length if plain else decoded.nbytes  # which takes as long as a check
+            yield LogRows(decoded, one.topic, one.partition, kind, size)
     if damage is not None:
         with _placed(before):
             raise damage
@@ -191,17 +245,13 @@ def clip(decoded: pa.RecordBatch, one: Range, dense_from: int | None) -> pa.Reco
     return decoded.slice(first, max(0, last - first))
 
 
-def _by_name(decoded: pa.RecordBatch) -> dict[str, Any]:
-    return dict(zip(decoded.schema.names, decoded.columns, strict=True))
-
-
 # -- the tier -------------------------------------------------------------------------------------
 
 
-def from_tier(rows: pa.RecordBatch, shape: Shape) -> pa.RecordBatch:
+def from_tier(rows: pa.RecordBatch, shape: Shape, one: Range) -> pa.RecordBatch:
     """Return rows of a tier file, which are sorted and cut to the range, in the given shape."""
-    found = _by_name(rows)
-    return shape.assemble(rows.num_rows, found, found.get("timestamp_type", CREATE_TIME))
+    kind = rows.column("timestamp_type") if "timestamp_type" in rows.schema.names else CREATE_TIME
+    return shape.assemble(rows, one.topic, one.partition, kind)
 
 
 def tier_columns(shape: Shape) -> list[str]:
@@ -214,27 +264,31 @@ def tier_columns(shape: Shape) -> list[str]:
 # -- sizes ----------------------------------------------------------------------------------------
 
 
-def right_sized(found: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def right_sized(found: Iterable[Found], shape: Shape) -> Iterator[pa.RecordBatch]:
     """Yield the same rows in batches of 2–50 thousand rows or 0.25–16 MB."""
-    waiting: list[pa.RecordBatch] = []
+    waiting: list[Found] = []
     rows = size = 0
     for one in found:
         waiting.append(one)
         rows += one.num_rows
-        size += one.nbytes
+        size += one.size if isinstance(one, LogRows) else one.nbytes
         if rows >= BATCH_ROWS_LEAST or size >= BATCH_BYTES_LEAST:
-            yield from _cut(_merged(waiting), size)
+            yield from _cut(_merged(waiting, shape))
             waiting, rows, size = [], 0, 0
     if waiting:
-        yield from _cut(_merged(waiting), size)
+        yield from _cut(_merged(waiting, shape))
 
 
-def _merged(parts: list[pa.RecordBatch]) -> pa.RecordBatch:
+def _merged(waiting: Sequence[Found], shape: Shape) -> pa.RecordBatch:
+    parts: list[pa.RecordBatch] = []
+    for of_log, group in groupby(waiting, lambda one: isinstance(one, LogRows)):
+        found = list(group)
+        parts += [shape.joined(found)] if of_log else found
     return parts[0] if len(parts) == 1 else pa.concat_batches(parts)
 
 
-def _cut(one: pa.RecordBatch, size: int) -> Iterator[pa.RecordBatch]:
-    pieces = max(-(-one.num_rows // BATCH_ROWS_MOST), -(-size // BATCH_BYTES_MOST))
+def _cut(one: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    pieces = max(-(-one.num_rows // BATCH_ROWS_MOST), -(-one.nbytes // BATCH_BYTES_MOST))
     pieces = max(1, min(pieces, one.num_rows))
     cuts = [one.num_rows * at // pieces for at in range(pieces + 1)]
     if pieces == 1:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -56,7 +56,68 @@ class PooledStream:
     next_position_id: int = 1
 
 
+class Received:
+    """How far a range has been received.  Its payloads follow one another, as
+    sparkconnector/connection K2 says.
+    """
+
+    def __init__(self, one: Range, epoch: int = NONE) -> None:
+        self.range = one
+        self.position = one.start
+        self.epoch = epoch  #: leader epoch of the offset before the position (KIP-320)
+
+    @property
+    def rest(self) -> Range:
+        return self.range._replace(start=self.position)
+
+    @property
+    def complete(self) -> bool:
+        return self.position >= self.range.end
+
+    def take(self, entry: wire.FetchedPartition, payload: memoryview) -> ScannedBatches | None:
+        """Advance by an entry of the range's position; return its batches, if it has some.
+
+        The position does not move when this raises, as it does for an entry with an error.
+        """
+        if entry.HasField("error"):
+            raise frames.raise_error(entry.error)
+        if entry.HasField("diverging"):
+            raise errors.LogTruncated(f"the log of {self.range} was truncated")
+        if entry.next_offset < self.position:
+            raise errors.CorruptBatch(f"a fetch went back to {entry.next_offset}")
+        position = self.position
+        if entry.next_offset > position:
+            self.epoch = last_epoch(payload, entry.next_offset)
+            self.position = entry.next_offset
+        if not len(payload):
+            return None
+        aborted = tuple((a.producer_id, a.first_offset, a.last_offset) for a in entry.aborted)
+        return ScannedBatches(payload, aborted, position, entry.next_offset, entry.dense)
+
+
+def entries_of(
+    line: PooledStream, frame: frames.Frame
+) -> Iterator[tuple[wire.FetchedPartition, memoryview]]:
+    """Yield the entries of a frame with their payloads, and count the credit that they use."""
+    if frame.head.HasField("error"):
+        raise frames.raise_error(frame.head.error)
+    at = 0
+    for entry in frame.head.fetch_reply.partitions:
+        payload = frame.payload[at : at + entry.payload_bytes]
+        at += entry.payload_bytes
+        line.credit -= entry.payload_bytes
+        if len(payload) != entry.payload_bytes:
+            raise errors.CorruptBatch("a fetch frame is shorter than it says")
+        yield entry, payload
+
+
 _End = BaseException | None
+
+
+class Follower(Protocol):
+    """A scan that learns of new leaders (sparkconnector/connection K4)."""
+
+    def follow(self) -> None: ...
 
 
 class ReceiverThread(Protocol):
@@ -82,7 +143,7 @@ class Connection(Protocol):
     def _settings(self) -> Mapping[str, Any]: ...
 
     @property
-    def _scans(self) -> dict[Scan, None]: ...
+    def _scans(self) -> dict[Follower, None]: ...
 
     @property
     def _leaders(self) -> dict[tuple[str, int], str]: ...
@@ -96,6 +157,8 @@ class Connection(Protocol):
 
     async def _leader(self, key: tuple[str, int]) -> str: ...
 
+    async def _learn_leaders(self, topic_ids: Sequence[str]) -> None: ...
+
     async def _take_stream(self, address: str) -> PooledStream: ...
 
     def _keep_stream(self, line: PooledStream) -> None: ...
@@ -104,15 +167,14 @@ class Connection(Protocol):
 class Scan:
     """One bounded scan: `run` runs on the loop, `next` and `consumed` on the caller's thread."""
 
-    def __init__(self, owner: Connection, one: Range, isolation: int) -> None:
+    def __init__(self, owner: Connection, one: Range, isolation: int, epoch: int = NONE) -> None:
         self._owner = owner
         self._range = one
         self._isolation = isolation
         self._items: queue.SimpleQueue[ScannedBatches | _End] = queue.SimpleQueue()
-        self._position = one.start
+        self._received = Received(one, epoch)
         self._owed = 0  # bytes consumed but not yet granted again; used on the loop only
         self._line: PooledStream | None = None
-        self._epoch = NONE  # leader epoch of the offset before the position (KIP-320)
         # the scan fails if it makes no progress until then (sparkconnector/connection K1)
         self._deadline_ms = 0
         self._sending = TaskRegistry()
@@ -160,8 +222,8 @@ class Scan:
         last: BaseException | None = None
         try:
             await owner._reach()
-            while self._position < self._range.end:
-                before = self._position
+            while not self._received.complete:
+                before = self._received.position
                 try:
                     await self._attempt()
                 except (errors.RetriableError, errors.UnknownTopicId, Disconnected) as cause:
@@ -173,7 +235,7 @@ class Scan:
                         unknown_ms = now_ms
                     elif now_ms - unknown_ms >= UNKNOWN_TOPIC_WAIT_MS:
                         raise
-                    if self._position > before:
+                    if self._received.position > before:
                         backoff.reset()
                     elif now_ms >= self._deadline_ms:
                         # The last attempt may only have run out of time; the error before it names
@@ -208,7 +270,7 @@ class Scan:
             self._owed = 0
             self._line = line
             await line.stream.send(frames.encode(head_of(self._request(position_id, granted))))
-            while self._position < one.end:
+            while not self._received.complete:
                 async with asyncio.timeout(self._left_s()):
                     raw = await line.stream.recv()
                 if raw is None:
@@ -228,42 +290,27 @@ class Scan:
         return max(1, self._deadline_ms - self._owner._process.clock.monotonic_ms()) / 1000
 
     def _request(self, position_id: int, credit: int) -> wire.FetchRequest:
-        rest = self._range._replace(start=self._position)
+        received = self._received
         return fetch_request(
-            rest, self._isolation, self._owner._settings, position_id, credit, self._epoch
+            received.rest,
+            self._isolation,
+            self._owner._settings,
+            position_id,
+            credit,
+            received.epoch,
         )
 
     def _take(self, line: PooledStream, frame: frames.Frame, position_id: int) -> None:
-        if frame.head.HasField("error"):
-            raise frames.raise_error(frame.head.error)
-        at = 0
-        for entry in frame.head.fetch_reply.partitions:
-            payload = frame.payload[at : at + entry.payload_bytes]
-            at += entry.payload_bytes
-            line.credit -= entry.payload_bytes
-            if len(payload) != entry.payload_bytes:
-                raise errors.CorruptBatch("a fetch frame is shorter than it says")
+        owner, received = self._owner, self._received
+        for entry, payload in entries_of(line, frame):
             if entry.position_id != position_id:
                 continue
-            if entry.HasField("error"):
-                raise frames.raise_error(entry.error)
-            if entry.HasField("diverging"):
-                raise errors.LogTruncated(f"the log of {self._range} was truncated")
-            if entry.next_offset < self._position:
-                raise errors.CorruptBatch(f"a fetch went back to {entry.next_offset}")
-            if entry.next_offset > self._position:
-                owner = self._owner
+            before = received.position
+            found = received.take(entry, payload)
+            if received.position > before:
                 self._deadline_ms = owner._process.clock.monotonic_ms() + owner.patience_ms
-            position, self._position = self._position, entry.next_offset
-            if entry.next_offset > position:
-                self._epoch = last_epoch(payload, entry.next_offset)
-            if len(payload):
-                aborted = tuple(
-                    (a.producer_id, a.first_offset, a.last_offset) for a in entry.aborted
-                )
-                self._items.put(
-                    ScannedBatches(payload, aborted, position, entry.next_offset, entry.dense)
-                )
+            if found is not None:
+                self._items.put(found)
 
 
 def fetch_request(
@@ -275,7 +322,14 @@ def fetch_request(
     epoch: int = NONE,
 ) -> wire.FetchRequest:
     """Return the request for a range; `epoch` is that of the offset before it, NONE = unknown."""
-    request = wire.FetchRequest(
+    request = empty_request(isolation, settings, credit)
+    add_position(request, one, settings, position_id, epoch)
+    return request
+
+
+def empty_request(isolation: int, settings: Mapping[str, Any], credit: int) -> wire.FetchRequest:
+    """Return a request without positions."""
+    return wire.FetchRequest(
         replica_id=-1,
         isolation=isolation,
         max_wait_ms=settings["fetch_max_wait_ms"],
@@ -283,6 +337,16 @@ def fetch_request(
         max_bytes=settings["fetch_max_bytes"],
         credit_bytes=credit,
     )
+
+
+def add_position(
+    request: wire.FetchRequest,
+    one: Range,
+    settings: Mapping[str, Any],
+    position_id: int,
+    epoch: int = NONE,
+) -> None:
+    """Add a range to a request; one request has at most one range of a partition."""
     request.positions.add(
         topic_id=one.topic_id,
         partition=one.partition,
@@ -293,7 +357,6 @@ def fetch_request(
         partition_max_bytes=settings["max_partition_fetch_bytes"],
         position_id=position_id,
     )
-    return request
 
 
 async def _send(stream: Stream, request: Any) -> None:

@@ -41,7 +41,7 @@ from pk.sparkconnector.opened_files import (
     read_part,
 )
 from pk.sparkconnector.ranges import TierFile, within
-from pk.sparkconnector.rows import Shape
+from pk.sparkconnector.rows import Found, Shape
 from pk.tiering import row_groups
 from pk.tiering.damage import damaged
 from pk.tiering.footers import Group, Part, UnreadableFile
@@ -130,7 +130,7 @@ def _read_columns(opened: OpenTierFile, group: Group, schema: pa.Schema) -> pa.R
 # -- reading --------------------------------------------------------------------------------------
 
 
-def _fail(rest: Range, error: errors.DamagedTierFile) -> Iterator[pa.RecordBatch]:
+def _fail(rest: Range, error: errors.DamagedTierFile) -> Iterator[Found]:
     """Raise the error: there is no other place to read from."""
     raise error
 
@@ -140,9 +140,9 @@ def scan(
     cold: ColdRange,
     shape: Shape,
     lost: Callable[[Range], None],
-    elsewhere: Callable[[Range, errors.DamagedTierFile], Iterator[pa.RecordBatch]] = _fail,
+    elsewhere: Callable[[Range, errors.DamagedTierFile], Iterator[Found]] = _fail,
     task_files: TaskFiles | None = None,
-) -> Iterator[pa.RecordBatch]:
+) -> Iterator[Found]:
     """Yield the rows of `one` in offset order; plan again when a file is missing (Y1).
 
     Calls `lost` with each range that the table lost since planning, before it reads the rest.
@@ -160,7 +160,7 @@ def scan(
         try:
             rest = one._replace(start=position)
             for found, done in _scan(rest, _Files(task_files, cold), files, shape):
-                yield rows.from_tier(found, shape)
+                yield rows.from_tier(found, shape, one)
                 position, replans = done, 0
             return
         except FailedTierFile as cause:

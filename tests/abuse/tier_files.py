@@ -309,7 +309,7 @@ class _Readers:
         self.range = Range("t", "id", 0, known.start, known.end)
         self.cold = ColdRange(home.as_uri(), {}, (listed,))
         names = ("offset", "timestamp", "key", "value", "headers")
-        self.shape = rows.Shape(options.columns_of(names), "t", 0)
+        self.shape = rows.Shape(options.columns_of(names))
         chosen = StoreSettings.of(settings.SERVER.resolve({"tier_url": folder.as_uri()}))
         self.store = open_store(chosen, SystemClock())
         file = DataFile(f"partition=0/{name}", 0, *offsets, 0, 2**62, count, len(raw))

@@ -197,7 +197,7 @@ def test_the_ranges_of_a_task_share_what_is_opened_ahead(store: Store) -> None:
         for at in range(0, 12, 3)
     ]
     ranges = [(Range("t", "id", 3, at * 30, at * 30 + 30), place) for at, place in enumerate(cold)]
-    shape = rows.Shape(options.columns_of(("offset",)), "t", 3)
+    shape = rows.Shape(options.columns_of(("offset",)))
     store.together_least = AHEAD_FILES + 1
     found: list[int] = []
     task = TaskFiles(tier_scan.files_of(ranges))

@@ -45,8 +45,9 @@ def read(
     if until < 0:
         until = [header for header, _ in batches.iter_batches(payload)][-1].next_offset
     one = Range("flights", "id", 2, start, end)
-    shape = rows.Shape(options.columns_of(names), one.topic, one.partition)
-    return list(rows.from_log(memoryview(payload), aborted, one, shape, MAX, until))
+    shape = rows.Shape(options.columns_of(names))
+    found = rows.from_log(memoryview(payload), aborted, one, MAX, until)
+    return [shape.joined([each]) for each in found]
 
 
 @settings(max_examples=60)
@@ -81,9 +82,8 @@ def test_rows_whose_batches_are_moved_up_together_do_not_continue_a_dense_log():
     moved[size] ^= 4  # offset 2 becomes 6
     moved[size * 2] ^= 8  # offset 4 becomes 12
     payload, one = memoryview(bytes(moved[: size * 3])), Range("flights", "id", 2, 0, 14)
-    shape = rows.Shape(options.columns_of(("offset",)), one.topic, one.partition)
     with pytest.raises(errors.CorruptBatch) as told:
-        list(rows.from_log(payload, (), one, shape, MAX, 14, dense=True))
+        list(rows.from_log(payload, (), one, MAX, 14, dense=True))
     assert told.value.details["position"] == "2"
 
 
@@ -145,11 +145,11 @@ def test_only_what_may_lack_is_nullable():
 
 
 def test_a_row_without_what_every_row_has_is_refused():
-    shape = rows.Shape(options.columns_of(["offset", "timestamp"]), "flights", 0)
+    shape = rows.Shape(options.columns_of(["offset", "timestamp"]))
     stamps = pa.array([1, None], pa.timestamp("us", tz="UTC"))
     found = pa.record_batch({"offset": pa.array([0, 1], pa.int64()), "timestamp": stamps})
     with pytest.raises(errors.InvalidRecord, match="flights: a row has no timestamp"):
-        rows.from_tier(found, shape)
+        rows.from_tier(found, shape, Range("flights", "id", 0, 0, 9))
 
 
 def test_headers_of_a_clipped_batch():
@@ -217,7 +217,7 @@ def test_batches_for_spark_are_neither_tiny_nor_huge(drawn):
         pa.record_batch({"value": pa.repeat(pa.scalar(b"x" * width, pa.binary()), count)})
         for count, width in drawn
     ]
-    sized = list(rows.right_sized(iter(given_batches)))
+    sized = list(rows.right_sized(iter(given_batches), rows.Shape(options.columns_of(["value"]))))
     assert sum(one.num_rows for one in sized) == sum(count for count, _ in drawn)
     assert all(0 < one.num_rows <= rows.BATCH_ROWS_MOST for one in sized)
     assert all(one.num_rows >= rows.BATCH_ROWS_LEAST // 2 for one in sized[:-1])

@@ -49,7 +49,7 @@ def nothing_lost(part: Range) -> None:
 
 def scan(root: Path, files: list[TierFile], start: int, end: int) -> list[int]:
     one = Range("flights", "id", 3, start, end)
-    shape = rows.Shape(options.columns_of(NAMES), one.topic, one.partition)
+    shape = rows.Shape(options.columns_of(NAMES))
     found: list[int] = []
     cold = ColdRange(root.as_uri(), {}, tuple(files))
     for batch in tier_scan.scan(one, cold, shape, nothing_lost):
@@ -152,7 +152,7 @@ def test_a_replan_goes_on_where_it_stopped(tmp_path, monkeypatch):
         table_files.list_files(tmp_path.as_uri(), {}, "id", [3]).files[3],
         key=lambda f: f.min_offset,
     )
-    shape = rows.Shape(options.columns_of(NAMES), "flights", 3)
+    shape = rows.Shape(options.columns_of(NAMES))
     cold = ColdRange(tmp_path.as_uri(), {}, tuple(listed))
     reading = tier_scan.scan(Range("flights", "id", 3, 0, 8), cold, shape, nothing_lost)
     assert next(reading).column("offset").to_pylist() == [0, 1, 2]
@@ -168,7 +168,7 @@ def test_what_was_deleted_before_a_replan_is_told(tmp_path):
         table_files.list_files(tmp_path.as_uri(), {}, "id", [3]).files[3],
         key=lambda f: f.min_offset,
     )
-    shape = rows.Shape(options.columns_of(NAMES), "flights", 3)
+    shape = rows.Shape(options.columns_of(NAMES))
     cold, told = ColdRange(tmp_path.as_uri(), {}, tuple(listed)), []
     reading = tier_scan.scan(Range("flights", "id", 3, 0, 8), cold, shape, told.append)
     assert next(reading).column("offset").to_pylist() == [0, 1, 2]
