@@ -152,6 +152,43 @@ def test_a_row_without_what_every_row_has_is_refused():
         rows.from_tier(found, shape, Range("flights", "id", 0, 0, 9))
 
 
+PIECES = st.tuples(
+    st.sampled_from(["a", "bb"]),
+    st.integers(0, 3),
+    st.integers(1, 5),
+    st.booleans(),
+    st.sampled_from(["none", "zstd"]),
+    st.sampled_from([None, [("h", b"1")], [("h", None), ("i", b"")]]),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(PIECES, min_size=1, max_size=6), st.sets(st.sampled_from(NAMES), min_size=1))
+def test_joined_rows_are_those_of_each_piece(drawn, names):
+    pieces = []
+    for topic, partition, count, server_time, codec, headers in drawn:
+        keys = [None if n % 2 else b"k" for n in range(count)]
+        given_headers = [headers if n else None for n in range(count)]
+        raw = joined(columns.encode_lists([b"v"] * count, keys, headers=given_headers, codec=codec))
+        stamped = joined(batches.patched(raw, 7, 3, 5000)) if server_time else at(raw, 7)
+        one = Range(topic, "id", partition, 7, 7 + max(1, count - 1))
+        pieces += rows.from_log(memoryview(stamped), (), one, MAX, 7 + count)
+    shape = rows.Shape(options.columns_of(sorted(names)))
+    found = shape.joined(pieces)
+    found.validate(full=True)
+    assert found.schema == shape.schema
+    assert found.to_pylist() == [row for one in pieces for row in shape.joined([one]).to_pylist()]
+    (sized,) = rows.right_sized(iter([*pieces, found]), shape)
+    assert sized.to_pylist() == found.to_pylist() * 2
+
+
+def test_the_cached_constants_of_a_read_are_bounded():
+    shape = rows.Shape(options.columns_of(["partition"]))
+    for partition in range(100):
+        assert shape.constant("partition", partition, 3).to_pylist() == [partition] * 3
+    assert len(shape._constants) <= rows.CONSTANTS_MAX
+
+
 def test_headers_of_a_clipped_batch():
     headers = [[("a", b"1")], None, [("b", b"2"), ("c", b"3")], [("d", None)]]
     raw = joined(columns.encode_lists([b""] * 4, headers=headers))
