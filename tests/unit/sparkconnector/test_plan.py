@@ -128,6 +128,32 @@ def test_a_scan_has_plans_for_all_partitions_or_for_none() -> None:
     assert plan.partitions_of([], Planned(columnar=True)) == []
 
 
+def narrow(count: int, size: int = 100) -> tuple[Task, ...]:
+    ranges = [Range("events", "id", partition, 0, 9) for partition in range(count)]
+    return tuple(Task(one, False, bytes=size) for one in ranges)
+
+
+def test_many_small_ranges_are_left_to_python() -> None:
+    """sparkconnector/plan D2: Python fetches many with one request."""
+    source = Planned(columnar=True, leader_until=100)
+    least, most = plan.NARROW_RANGES_LEAST, plan.NARROW_BYTES_MOST
+    (one,) = plan.partitions_of([narrow(least)], source)
+    assert json.loads(one.plan)["why"] == f"{least} small ranges: many share a fetch request"
+    assert set(kinds(one.plan)) == {"python"}
+    tasks = pickle.loads(pickle.dumps(one)).tasks
+    assert [task.bytes for task in tasks] == [100] * least, "joint scans need to know"
+    for packed in (
+        [narrow(least - 1)],
+        [narrow(least, most + 1)],
+        [narrow(least, -1)],
+        [narrow(least), narrow(least - 1)],
+        [(*narrow(least), cold(0, 10))],
+    ):
+        found = plan.partitions_of(packed, source)
+        assert all("why" not in json.loads(each.plan) for each in found)
+        assert {"hot"} <= set(kinds(found[0].plan))
+
+
 def test_a_prepared_fetch_says_what_a_scan_of_python_would_send() -> None:
     settings = CONSUMER.resolve({"decoded_bytes_max": 1 << 20})
     hello = wire.Hello(client_id="spark", protocol=1)
