@@ -1,8 +1,9 @@
 """Which ranges one task of Spark reads: pure arithmetic over their costs.
 
-A task of Spark costs about 27 ms, however little it reads; a further range of a task costs a round
-trip to the broker.  Ranges with few bytes therefore share tasks.  The cost of a range is its bytes
-and a constant cost of opening it, as in Spark's own file sources.
+A task of Spark costs about 27 ms, however little it reads; a further range of a task costs some
+100 us if it shares a request (sparkconnector/joint_scan), or a round trip.  Ranges with few bytes
+therefore share tasks.  The cost of a range is its bytes and a constant cost of opening it, as in
+Spark's own file sources.
 
 Invariants
   N1  Every range is in exactly one group, the groups are not empty, and the order is kept: one task

@@ -9,7 +9,7 @@ from the broker only: for a few records that were tiered a moment ago, reading a
 file footer would cost more than the fetch.
 
 Each piece is a `Task`.  If the pieces are small, one task of Spark reads several of them, one after
-the other (sparkconnector/packing).
+the other (sparkconnector/packing).  Small hot pieces share requests (sparkconnector/joint_scan).
 """
 
 from __future__ import annotations

@@ -335,7 +335,7 @@ def test_the_ranges_of_each_leader_take_one_request(narrow, other):
 
 
 def test_a_leader_that_moves_away_from_a_silent_broker_is_followed(narrow, other):
-    """J4: neither the patience nor an answer of the former leader is waited for."""
+    """sparkconnector/joint_scan J4: neither its answer nor the patience is waited for."""
     source = source_of(narrow)
     rows_of([a_task(0, 0, 1), a_task(1, 0, 1)], source)  # the metadata are known and kept fresh
     fall_silent(narrow, 0)
