@@ -117,6 +117,7 @@ class FetchStream:
         self._stream = stream
         self._session = FetchSession()
         self._wake = asyncio.Event()
+        self._aborted_room = 0  #: how many aborted transactions the frame may still name (E7)
         self._cold_waiting: deque[Position] = deque()
         self._cold_done: deque[_Cold] = deque()
         self._tasks = TaskRegistry()
@@ -267,6 +268,7 @@ class FetchStream:
         begun_s = self._now_s()
         reply = wire.FetchReply()
         pieces: list[frames.Buffer] = []
+        self._aborted_room = aborted_lists.REPLY_MAX
         budget = min(session.max_bytes, max(1, session.credit))
         sent = self._add_cold(reply, pieces, budget)
         turns = session.take_turns(TURNS_MAX)
@@ -279,8 +281,7 @@ class FetchStream:
             disk = plans[0].partition.writer.disk
             turn = [plan for plan in plans if plan.partition.writer.disk is disk]
             plans = [plan for plan in plans if plan.partition.writer.disk is not disk]
-            room = budget - sent
-            force = sent == 0
+            room, force = budget - sent, sent == 0
             done = await disk.read(partial(_read_all, turn, room, force))
             for plan, (read, error) in zip(turn, done, strict=False):
                 sent += self._add(reply, pieces, plan, read, error)
@@ -369,11 +370,11 @@ class FetchStream:
             if partition.log.reshapes != plan.reshapes:
                 session.again(position)  # E8
                 return 0
-            room = aborted_lists.REPLY_MAX - sum(len(each.aborted) for each in reply.partitions)
-            if room <= 0:
+            if (room := self._aborted_room) <= 0:
                 session.again(position)  # E7
                 return 0
             read, told = aborted_lists.with_aborted(partition.log, position.next_offset, read, room)
+            self._aborted_room -= len(told)
         if read.next_offset <= position.next_offset:
             session.again(position)
             return 0
