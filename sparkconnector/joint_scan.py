@@ -264,7 +264,7 @@ class JointScan:
     async def _fetch(self, address: str, group: Sequence[int]) -> None:
         """Fetch the ranges of one leader, and leave over what it does not send."""
         owner = self._owner
-        now_s = owner._process.loop.time
+        now_s = asyncio.get_running_loop().time
         fetch = None
         try:
             async with asyncio.timeout(self._patience_s) as limit:

@@ -249,6 +249,10 @@ SPARK: dict[str, Callable[[Any], Any]] = {
     "tier_bounds": known(lambda c, topic_id: c.tier_bounds([range_of(topic_id)])),
     "tier": lambda c: c.tier("t"),
     "scan": known(lambda c, topic_id: list(c.scan(range_of(topic_id), read_committed=True))),
+    # a failure leaves ranges over, for scans of their own
+    "joint_scan": known(
+        lambda c, topic_id: list(c.joint_scan([range_of(topic_id)], read_committed=True).batches(0))
+    ),
     "publish": lambda c: c.publish("g", {}, print),  # without waiting: no failure of a broker shows
 }
 

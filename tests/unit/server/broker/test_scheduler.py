@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import ItemsView
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from pk.server.broker.retention import TICK_MS
 from pk.server.broker.scheduler import GAUGES_MS, BrokerScheduler
 from pk.server.replica.fetch_limits import FetchCredit
 from pk.sim.disk import SimDisk, SimStorage
-from pk.types import NONE, PartitionKey
+from pk.types import NONE
 from pk.wire import pk_pb2 as wire
 from pk.world import StreamKind
 
@@ -579,28 +578,3 @@ def test_a_directory_that_went_does_not_stop_the_wheel(
         await scheduler.close()
 
     rig.run(story)
-
-
-def test_partitions_without_followers_are_not_looked_through_in_each_tick(
-    rig: Any, scheduler: BrokerScheduler
-) -> None:
-    """30,000 partitions took 4 % of a core."""
-    rig.partition()
-    looks = 0
-
-    class Counted(dict[PartitionKey, Any]):
-        def items(self) -> ItemsView[PartitionKey, Any]:  # type: ignore[override]  # a view
-            nonlocal looks
-            looks += 1
-            return super().items()
-
-    scheduler._partitions = Counted(scheduler._partitions)
-    ticks = 2 * rig.core.env.server["replica_lag_time_max_ms"] // TICK_MS
-
-    async def story() -> None:
-        scheduler.start()
-        await rig.mine.clock.sleep_ms(ticks * TICK_MS)
-        await scheduler.close()
-
-    rig.run(story)
-    assert 2 <= looks <= 6
