@@ -16,7 +16,7 @@ pytest.importorskip("pyspark")
 from pk import errors
 from pk.log import columns
 from pk.sparkconnector import connection, joint_scan, options, planner
-from pk.sparkconnector.joint_scan import Small, runs
+from pk.sparkconnector.joint_scan import JointScan, Small, runs
 from pk.sparkconnector.offsets import Range
 from pk.sparkconnector.planner import Task
 from pk.types import NONE
@@ -26,6 +26,8 @@ FAST = {"pk.retry_backoff_ms": "1", "pk.retry_backoff_max_ms": "5"}
 NAMES = ("topic", "partition", "offset", "value", "timestampType", "headers")
 TRANSACTION = {"producer_id": 7, "producer_epoch": 0, "base_sequence": 0, "transactional": True}
 Row = tuple[str, int, int, bytes]
+#: A patience whose end a test never sees: if the reader waited for it, the test would not end.
+FOREVER_S = 3_600.0
 
 
 def value_of(partition: int, offset: int) -> bytes:
@@ -262,33 +264,34 @@ def test_a_silent_broker_is_given_up_soon(narrow, monkeypatch, frames):
     narrow.frame_bytes = 1
     fall_silent(narrow, frames)
     tasks = all_of(narrow)
-    begun = time.monotonic()
     assert rows_of(tasks, source_of(narrow)) == wanted(tasks)
-    assert time.monotonic() - begun < 5
     assert requests(narrow) == 1 + 20
 
 
 def test_a_range_that_the_broker_does_not_advance_holds_up_nothing_else(narrow, monkeypatch):
-    monkeypatch.setattr(joint_scan, "PATIENCE_MS", 80)
+    monkeypatch.setattr(joint_scan, "PATIENCE_MS", 2_000)
     waits = narrow.logs[2]
     waits.lso = 5
 
     def advance() -> None:
+        while requests(narrow) < 2:  # until its scan asks
+            time.sleep(0.01)
         waits.lso = None
         narrow._loop.call_soon_threadsafe(narrow.grew)
 
-    threading.Timer(0.4, advance).start()
+    advancing = threading.Thread(target=advance)
+    advancing.start()
     tasks = all_of(narrow)
     assert rows_of(tasks, source_of(narrow)) == wanted(tasks)
+    advancing.join()
     assert (requests(narrow), narrow.positions_set) == (2, 21)
 
 
 def test_more_bytes_than_known_use_up_the_credit_and_end_the_joint_scan(narrow, monkeypatch):
     monkeypatch.setattr(joint_scan, "CREDIT_BYTES", 2_000)
+    monkeypatch.setattr(JointScan, "_patience_s", FOREVER_S)
     tasks = all_of(narrow)
-    begun = time.monotonic()
     assert rows_of(tasks, source_of(narrow)) == wanted(tasks)
-    assert time.monotonic() - begun < joint_scan.PATIENCE_MS / 1000
     assert narrow.grants[0] == 2_000
     assert 1 < requests(narrow) < 21
 
@@ -334,8 +337,9 @@ def test_the_ranges_of_each_leader_take_one_request(narrow, other):
     assert (other.positions_set, requests(other)) == (10, 1)
 
 
-def test_a_leader_that_moves_away_from_a_silent_broker_is_followed(narrow, other):
+def test_a_leader_that_moves_away_from_a_silent_broker_is_followed(narrow, other, monkeypatch):
     """sparkconnector/joint_scan J4: neither its answer nor the patience is waited for."""
+    monkeypatch.setattr(JointScan, "_patience_s", FOREVER_S)
     source = source_of(narrow)
     rows_of([a_task(0, 0, 1), a_task(1, 0, 1)], source)  # the metadata are known and kept fresh
     fall_silent(narrow, 0)
@@ -352,20 +356,27 @@ def test_a_leader_that_moves_away_from_a_silent_broker_is_followed(narrow, other
 
     mover = threading.Thread(target=move)
     mover.start()
-    tasks, begun = all_of(narrow), time.monotonic()
+    tasks = all_of(narrow)
     assert rows_of(tasks, source) == wanted(tasks)
-    assert time.monotonic() - begun < joint_scan.PATIENCE_MS / 1000
     mover.join()
     assert (requests(narrow) - before, other.positions_set) == (1, 20)
 
 
-def test_a_first_contact_that_fails_is_waited_for_once():
+def test_a_first_contact_that_fails_is_waited_for_once(monkeypatch):
+    waits = 0
+    reach = connection.ClusterClient._reach
+
+    async def counted(client):
+        nonlocal waits
+        waits += 1
+        await reach(client)
+
+    monkeypatch.setattr(connection.ClusterClient, "_reach", counted)
     with SocketBroker() as broker:
         source = source_of(broker, connectTimeoutMs="300")
-    begun = time.monotonic()
     with pytest.raises(errors.PkError, match="connectTimeoutMs=300"):
         rows_of([a_task(0, 0, 3), a_task(1, 0, 3)], source)
-    assert time.monotonic() - begun < 0.9
+    assert waits == 1
 
 
 def test_a_task_that_is_given_up_closes_what_it_has_not_read(narrow, monkeypatch):
