@@ -113,8 +113,9 @@ class Storage(Protocol):
         ...
 
     def replace_all(self, files: Mapping[str, bytes]) -> None:
-        """`replace_file` for all these files, by path, directories in parallel where the disk
-        allows it.  Raises if any step fails (D2); then none counts as replaced.
+        """`replace_file` for all these files, by path, side by side where the disk allows it.  No
+        name leads to new content before all files are written.  Raises if any step fails (D2); then
+        none counts as replaced.
         """
         ...
 
