@@ -65,9 +65,8 @@ class Cluster:
         """Create a topic of one partition on these brokers, all in sync."""
         self.admin.create_topic(topic, configs=configs, replica_assignment=[replicas])
         place = TopicPartition(topic, 0)
-        # a broker that began just now may answer, and may not have read of the topic yet
-        until(lambda: self.replicas(place), f"{topic} is known")
-        assert self.replicas(place) == replicas
+        # Any broker may answer, and one that began just now may not have read of the topic yet.
+        until(lambda: self.replicas(place) == replicas, f"{topic} lies where asked")
         until(lambda: self.isr(place) == set(replicas), f"{topic} is in sync")
         return place
 
