@@ -102,7 +102,7 @@ sim: $(VENV)/.ready ## one seeded run of the whole cluster in virtual time (SEED
 	$(PY) -m pk.sim $(or $(SEED),1) $(ARGS)
 
 .PHONY: sim-long
-sim-long: $(VENV)/.ready ## a campaign of simulated clusters (SEEDS=), resumable from .sim/long.jsonl, into docs/sim-long.md
+sim-long: $(VENV)/.ready ## a campaign of simulated clusters (SEEDS=), resumable from docs/sim-long.jsonl, into docs/sim-long.md
 	$(PY) -m pk.sim.long --seeds $(SEEDS) --summary docs/sim-long.md $(ARGS)
 
 .PHONY: canaries

@@ -7,8 +7,9 @@ that replays it is printed at once.  At the end the counters of the whole campai
 campaign fails if a seed failed, or if an event that every campaign must meet (`MET`) never
 happened: a promise that was never in danger was not tested.
 
-The rows stay out of the repository.  `--summary FILE` writes the outcome as a page that can be
-committed: which sources and seeds, the verdict, the counters.
+The rows are committed (docs/sim-long.jsonl), so that a campaign of many hours can go on in another
+checkout.  `--summary FILE` writes the outcome as a page: which sources and seeds, the verdict, the
+counters.
 
 The key of a row is the code of the production modules that the simulator imports and of the module
 that draws a seed's options, committed or not (sim/campaign_key K1, sim/campaign_key K2); the commit
@@ -58,7 +59,7 @@ from pk.sim.options import (
 )
 from pk.sim.world import TRACE_TAIL, SimWorld
 
-RESULTS = ".sim/long.jsonl"
+RESULTS = "docs/sim-long.jsonl"
 FAULT_MS = 120_000
 ACKNOWLEDGED_MIN = 2_000
 EVENTS_PER_S_MIN = 20_000
@@ -338,7 +339,7 @@ def summary(key: dict[str, Any], rows: Iterable[dict[str, Any]]) -> str:
         [
             "# The last long campaign of simulated clusters", "",
             "`make sim-long` writes this page ([TESTING.md](TESTING.md)). The file",
-            "`.sim/long.jsonl` has one row for each seed and is not committed.", "",
+            "`docs/sim-long.jsonl` has one row for each seed.", "",
             "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items()), "",
             *(["## Failures", "", *(f"- {each}" for each in failed), ""] if failed else []),
             "## What it met", "", "| counter | total |", "|---|---:|",

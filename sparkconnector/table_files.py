@@ -74,7 +74,7 @@ def ends_of(
     from pk.tiering.delta_actions import counters_of
 
     with _table(uri, storage_options, version) as table:
-        counters = counters_of(uri, table, topic_id, partitions)
+        counters = counters_of(uri, table, with_credentials(storage_options), topic_id, partitions)
     return {partition: each.end for partition, each in counters.items()}
 
 
@@ -96,7 +96,7 @@ def load_snapshot(
 
     with _table(uri, storage_options, version) as table:
         files = files_of(pa.table(table.get_add_actions(flatten=True)))
-        counters = counters_of(uri, table, topic_id, partitions)
+        counters = counters_of(uri, table, with_credentials(storage_options), topic_id, partitions)
         log_check.compare(uri, table.version(), files, _commits(uri, storage_options))
         return Snapshot(table.version(), str(table.metadata().id), files, counters)
 

@@ -59,11 +59,14 @@ from pk.tiering import (
     log_sync,
     log_writing,
 )
+from pk.tiering.app_transactions import transaction_versions
 from pk.tiering.data_files import DataFile
 from pk.tiering.delta_actions import (
     LogUnreadable,
     check_columns,
     check_properties,
+    counter_apps,
+    counters_from,
     counters_of,
     files_of,
     is_panic,
@@ -321,7 +324,7 @@ class DeltaLogTable:
         self._handle = None  # there is no handle until the call has returned
         more = await self._tables.ask(
             f"loading {self._uri}",
-            lambda: counters_of(self._uri, handle, self._topic_id, fresh),
+            lambda: counters_of(self._uri, handle, self._tables.options, self._topic_id, fresh),
         )
         self._handle = handle
         self._snapshot = Snapshot(
@@ -408,9 +411,11 @@ class DeltaLogTable:
             return handle, Snapshot(handle.version(), str(metadata.id), {}, {}, protocol)
         check_columns(self._uri, handle)
         check_properties(self._uri, handle, self._topic_id)
-        claim = handle.transaction_version(layout.app_id(self._topic_id, 0, "claim"))
-        version = handle.version()
-        counters = counters_of(self._uri, handle, self._topic_id, partitions)
+        claim_app = layout.app_id(self._topic_id, 0, "claim")
+        apps = [claim_app, *counter_apps(self._topic_id, partitions)]
+        transactions = transaction_versions(handle, self._tables.options, apps)
+        claim, version = transactions.get(claim_app), handle.version()
+        counters = counters_from(self._uri, version, self._topic_id, partitions, transactions)
         actions = pa.table(handle.get_add_actions(flatten=True))
         kept = handle if actions.num_rows <= HANDLE_FILES_MAX else None
         del handle  # before the files come into memory a second time

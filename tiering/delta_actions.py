@@ -11,7 +11,7 @@ import functools
 import itertools
 import re
 import urllib.parse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from deltalake.transaction import AddAction
 
 from pk import errors
 from pk.tiering import layout, log_check
+from pk.tiering.app_transactions import transaction_versions
 from pk.tiering.data_files import OFFSET_MAX, DataFile, NewFile, by_offset
 from pk.tiering.layout import PARTITION_COLUMN, TABLE_SCHEMA, PartitionCounters, app_id
 from pk.tiering.live_files import LiveFiles
@@ -32,6 +33,7 @@ from pk.tiering.table import CommitConflict, TableProtocol
 _SCHEME = re.compile("[a-zA-Z][a-zA-Z0-9+.-]*:")
 #: Files that are made at once when a version is read.
 FILES_AT_ONCE = 4_096
+_COUNTER_NAMES = (*layout.COUNTERS, layout.COUNTERS_CHECK, layout.VERSION_NAME)
 
 
 def add_action(new: NewFile, stats: str) -> AddAction:
@@ -128,22 +130,48 @@ def protocol_of(handle: DeltaTable) -> TableProtocol:
     )
 
 
+def counter_apps(topic_id: str, partitions: Sequence[int]) -> list[str]:
+    """Returns the application ids of the counters of `partitions`."""
+    return [app_id(topic_id, each, name) for each in partitions for name in _COUNTER_NAMES]
+
+
 def counters_of(
-    uri: str, handle: DeltaTable, topic_id: str, partitions: Sequence[int]
+    uri: str,
+    handle: DeltaTable,
+    options: Mapping[str, str] | None,
+    topic_id: str,
+    partitions: Sequence[int],
+) -> dict[int, PartitionCounters]:
+    """Returns the counters of `partitions` in the version of `handle`, as `counters_from`.
+
+    options: the storage options with which the table was opened
+    """
+    found = transaction_versions(handle, options, counter_apps(topic_id, partitions))
+    return counters_from(uri, handle.version(), topic_id, partitions, found)
+
+
+def counters_from(
+    uri: str,
+    version: int,
+    topic_id: str,
+    partitions: Sequence[int],
+    transactions: Mapping[str, int],
 ) -> dict[int, PartitionCounters]:
     """Returns the counters of `partitions` (rule T2).  Raises `TierTableChanged` if they are
-    damaged, `NewerFormat` if a newer build wrote them."""
+    damaged, `NewerFormat` if a newer build wrote them.
+
+    transactions: the transaction versions of `counter_apps` that the table has
+    """
     found: dict[int, PartitionCounters] = {}
     for partition in partitions:
         values = {
-            name: handle.transaction_version(app_id(topic_id, partition, name))
-            for name in (*layout.COUNTERS, layout.COUNTERS_CHECK, layout.VERSION_NAME)
+            name: transactions.get(app_id(topic_id, partition, name)) for name in _COUNTER_NAMES
         }
         check = values.pop(layout.COUNTERS_CHECK)
         layout.check_version(uri, partition, values.pop(layout.VERSION_NAME))
         known = {name: value for name, value in values.items() if value is not None}
         found[partition] = PartitionCounters(**known)
-        log_check.check_counters(uri, handle.version(), partition, found[partition], check)
+        log_check.check_counters(uri, version, partition, found[partition], check)
     return found
 
 

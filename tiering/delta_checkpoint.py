@@ -30,7 +30,7 @@ from typing import NamedTuple
 import pyarrow as pa
 from deltalake import DeltaTable
 
-from pk.tiering import checkpoint_files, layout, log_reading
+from pk.tiering import app_transactions, checkpoint_files, layout, log_reading
 from pk.tiering.objects import ObjectStore
 
 #: The fewest commits between two checkpoints.  An owner that does not know the last checkpoint
@@ -51,8 +51,6 @@ CHECKPOINT_BYTES_MAX = 512 * 1024 * 1024
 CARRIED_ROWS_LEAST = 4_096
 #: Fields of `_last_checkpoint` that deltalake writes for a checkpoint in one file.
 _TOLD = frozenset(("version", "size", "sizeInBytes", "numOfAddFiles"))
-#: Fields of `_last_checkpoint` of a checkpoint in several files, which only deltalake reads.
-_IN_PARTS = ("parts", "v2Checkpoint", "sidecarFiles")
 
 
 class Checkpoint(NamedTuple):
@@ -126,7 +124,7 @@ async def sources(
             told = await store.get_range(f"{home}/{LAST}", 0, log_reading.COMMIT_BYTES_MAX)
             fields = json.loads(told)
             base = int(fields["version"])
-            if any(fields.get(name) is not None for name in _IN_PARTS):
+            if any(fields.get(name) is not None for name in app_transactions.IN_PARTS):
                 return None
         except FileNotFoundError:
             base = -1  # no checkpoint was made yet

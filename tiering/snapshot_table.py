@@ -32,6 +32,7 @@ from pyarrow import fs
 
 from pk import errors
 from pk.tiering import credentials, footers, layout, row_groups, rowhash
+from pk.tiering.app_transactions import transaction_versions
 from pk.tiering.data_files import DataFile
 from pk.tiering.delta_actions import files_of, protocol_of
 from pk.tiering.footers import UnreadableFile
@@ -128,22 +129,29 @@ def created(uri: str, options: Mapping[str, str], topic_id: str) -> DeltaTable:
 
 
 def version_of(
-    table: DeltaTable, uri: str, topic: str, topic_id: str, partitions: Sequence[int]
+    table: DeltaTable,
+    uri: str,
+    options: Mapping[str, str],
+    topic: str,
+    topic_id: str,
+    partitions: Sequence[int],
 ) -> SnapshotVersion:
-    """Return the version that a handle has loaded.
+    """Return the version that a handle has loaded.  options: with which it was opened
 
     Raises `SnapshotUnusable` if it has no X yet, or was changed (Z2).
     """
     try:
         files = files_of(pa.table(table.get_add_actions(flatten=True)))
-        found = {each: table.transaction_version(app_id(topic_id, each)) for each in partitions}
-        check = table.transaction_version(check_app_id(topic_id))
+        apps = {each: app_id(topic_id, each) for each in partitions}
+        check_app = check_app_id(topic_id)
+        found = transaction_versions(table, options, [*apps.values(), check_app])
         protocol = protocol_of(table)
     except errors.TierTableChanged as cause:
         raise unusable(uri, topic, cause.message) from cause
     except (DeltaError, OSError) as cause:
         raise unusable(uri, topic, f"its log cannot be read: {cause}") from cause
-    positions = {each: offset for each, offset in found.items() if offset is not None}
+    positions = {each: found[app] for each, app in apps.items() if app in found}
+    check = found.get(check_app)
     if not positions or check is None:
         raise unusable(uri, topic, "it has no positions")
     if protocol != TableProtocol() or check != check_of(positions, list(files.values())):
@@ -162,7 +170,7 @@ def load(
     table = opened(uri, options)
     if table is None:
         raise unusable(uri, topic, "there is none")
-    return version_of(table, uri, topic, topic_id, partitions)
+    return version_of(table, uri, options, topic, topic_id, partitions)
 
 
 def unusable(uri: str, topic: str, why: str) -> errors.SnapshotUnusable:

@@ -26,6 +26,8 @@ _HOT = {"tier_max_lag_ms": "100", "tier_enable": "false"}
 _CACHE_BYTES = 96 * 1024 * 1024
 _DROP_TIMEOUT_S = 300.0
 _LOCAL_SHARE = 0.1
+#: The tier keeps memory for a reader until it has not asked for 10 s (design 0027).
+_READER_GONE_S = 11.0
 
 
 class FarSide(PkSide):
@@ -102,6 +104,8 @@ class ColdDistance(Base):
     def round(self, role: str, mode: str) -> Sample:
         side = self.side(role)
         assert side.store is not None
+        if self.variant.name != "upload":
+            time.sleep(_READER_GONE_S)
         side.store.delay(float(mode))
         try:
             if self.variant.name == "upload":

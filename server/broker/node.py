@@ -23,7 +23,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pk
-from pk import errors, tracing
+from pk import errors, limits, tracing
 from pk.log.manager import LogManager
 from pk.log.storage import Disk
 from pk.server.broker.cleaning import Cleaner
@@ -57,8 +57,6 @@ from pk.world import Disconnected, Listener, Stream, StreamKind, World
 if TYPE_CHECKING:
     from pk.server.node.run_config import RoleContext, RunConfig
 
-#: Streams of all kinds a broker serves at once.
-STREAMS_MAX = 10_000
 CONTROLLED_SHUTDOWN_MS = 3_000
 #: How long a drained stream may take to end by itself.
 GRACE_MS = 1_000
@@ -165,6 +163,7 @@ class BrokerNode:
         self._log = log
         self._on_fatal = on_fatal
         self.failed: errors.PkError | None = None
+        self._crowded = False  #: streams are refused, and the log says so
         self._manager = LogManager(
             disks,
             node_id=run.node_id,
@@ -309,7 +308,7 @@ class BrokerNode:
         """Serve one incoming stream until it ends."""
         task = asyncio.current_task()
         assert task is not None
-        if len(self._streams) >= STREAMS_MAX:
+        if len(self._streams) >= limits.STREAMS_MAX + limits.STREAMS_RESERVED:
             stream.close()
             return
         self._streams[task] = None
@@ -335,11 +334,29 @@ class BrokerNode:
                 protocol=PROTOCOL,
                 role="broker",
             ),
-            self._proven,
+            self._admitted,
         )
         if said is None:
             return
         await self._streams_of.serve(kind, stream, Peer(said, partial(self._proven, said)))
+
+    def _admitted(self, hello: wire.Hello) -> bool:
+        """Return whether the peer is a broker; other brokers are served before clients.
+
+        Raises `ThrottledError` if as many streams are open as clients may have.
+        """
+        proven = self._proven(hello)
+        most = limits.STREAMS_MAX
+        if proven or len(self._streams) <= most:
+            self._crowded = self._crowded and len(self._streams) > most // 2
+            return proven
+        if not self._crowded:
+            self._crowded = True
+            self._warn("streams_refused", streams=len(self._streams), most=most)
+        raise errors.ThrottledError(
+            f"broker {self.run.node_id} serves {most} streams, which is the most: close clients, "
+            "or let more brokers lead their partitions and coordinate their groups"
+        )
 
     def _proven(self, hello: wire.Hello) -> bool:
         """Whether the hello has the incarnation id of a registered broker (rule L17).

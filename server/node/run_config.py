@@ -24,7 +24,6 @@ import asyncio
 import contextlib
 import ctypes
 import errno
-import gc
 import json
 import os
 import random
@@ -40,7 +39,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pk import descriptors, errors, event_loops, formats, settings, tracing
-from pk.clock import Clock, SystemClock
+from pk.clock import SystemClock
 from pk.server.node.settings import bootstrap_of, peers_of, roles_of, voters_of
 from pk.tasks import TaskRegistry
 from pk.types import NodeId
@@ -54,7 +53,6 @@ EXIT_FAILED = 1
 EXIT_OPERATOR = 3
 #: sockaddr_un holds 108 bytes; a socket with a longer path is created in /tmp.
 UNIX_PATH_MAX = 100
-GC_TICK_MS = 1_000
 TIER_NICENESS = 5
 MESSAGE_BYTES_USUAL = int(settings.TOPIC.by_name["max_message_bytes"].default)
 #: The variable that has the pid of the process with which this one is to die.
@@ -254,10 +252,9 @@ class RoleContext:
     def ready(self, address: str, **facts: object) -> None:
         """Report that the role serves: pid file, ready line, /readyz.  Freezes the heap."""
         write_pid(self.run.run_dir, self.role)
-        # P7: what is loaded now is never scanned again.  The ticks have scanned all but the newest
-        # objects; a second look at the half million of 10,000 partitions finds nothing.
-        gc.collect(0)
-        gc.freeze()
+        from pk.server.node import garbage
+
+        garbage.freeze_loaded()
         self.health.not_ready = None
         print_line({"ready": self.role, "address": address, "pid": os.getpid(), **facts})
         self.log.info("ready", address=address, pid=os.getpid())
@@ -301,6 +298,9 @@ def process_main(role: str, run: RunConfig, serve: Callable[[RoleContext], Await
 
 
 async def _run(role: str, run: RunConfig, serve: Callable[[RoleContext], Awaitable[None]]) -> None:
+    from pk.server.node import garbage
+
+    garbage.collect_seldom()
     process = RoleContext(role, run)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -308,25 +308,11 @@ async def _run(role: str, run: RunConfig, serve: Callable[[RoleContext], Awaitab
     loop.set_exception_handler(lambda _loop, context: _report(process.log, context))
     ticks = TaskRegistry(partial(process.log.bug, "a periodic task"))
     ticks.spawn(tracing.watch_loop_lag(process.metrics, process.world.clock))
-    ticks.spawn(_collect_garbage(process.world.clock))
     try:
         await serve(process)
     finally:
         await ticks.close()
         await process.close()
-
-
-async def _collect_garbage(clock: Clock) -> None:
-    """Collect garbage on a tick, the youngest generation often, the oldest rarely (rule P7)."""
-    gc.disable()
-    turn = 0
-    try:
-        while True:
-            await clock.sleep_ms(GC_TICK_MS)
-            turn += 1
-            gc.collect(2 if turn % 60 == 0 else 1 if turn % 10 == 0 else 0)
-    finally:
-        gc.enable()
 
 
 def _report(log: tracing.Log, context: dict[str, Any]) -> None:

@@ -100,7 +100,9 @@ def snapshot(
     if handle is not None:
         live = snapshot_files.live_files(handle)
         try:
-            before = snapshot_table.version_of(handle, uri, topic, found.topic_id, partitions)
+            before = snapshot_table.version_of(
+                handle, uri, options, topic, found.topic_id, partitions
+            )
         except errors.SnapshotUnusable:
             before = None  # a whole run replaces it
     planned = snapshot_plan.plan(table, before, whole=whole)

@@ -123,7 +123,8 @@ class OffsetNotAvailable(RetriableError):
 
 
 class ThrottledError(RetriableError):
-    """A bounded queue of the broker is full: send more slowly."""
+    """The broker has as many waiting requests or streams as it takes: send more slowly, or close
+    clients."""
 
     code = 89
 

@@ -39,6 +39,11 @@ CATCH_UP_CREDIT_BYTES = 2 * FRAME_BYTES
 CONTROL_STREAMS_MAX = 256
 #: Open connections per listener, of all peers together, if file descriptors allow.
 CONNECTIONS_MAX = 16_384
+#: Streams of clients that a broker serves at once: one for each connection, and for each member of
+#: a group that it coordinates.
+STREAMS_MAX = 16_384
+#: Streams beyond STREAMS_MAX: of other brokers, and of peers that have not said yet who they are.
+STREAMS_RESERVED = 1_024
 #: Batches of one producer that the broker remembers per partition (KIP-98: five).
 PRODUCER_BATCHES_REMEMBERED = 5
 #: Largest producer epoch (i16) that a producer gets; after it the producer gets a new id (KIP-360).

@@ -103,6 +103,26 @@ def test_a_commit_costs_two_calls_a_file_and_three(
     run(server, tmp_path / "log", test, **NEVER)
 
 
+def test_a_first_look_costs_as_much_for_one_partition_as_for_all(
+    logged: tuple[S3Server, Calls], tmp_path: Path
+) -> None:
+    """The counters of all partitions come from one pass over the log (tiering/app_transactions)."""
+    server, calls = logged
+
+    async def test(it: Bench, logs: list[LiveLog]) -> None:
+        made = []
+        for partitions in ((0,), range(PARTITIONS)):
+            before = len(calls.all())
+            found = await it.delta.table(TOPIC, TOPIC_ID).load(partitions)
+            assert found is not None
+            assert len(found.counters) == len(partitions)
+            made.append(len(calls.since(before)))
+        one, whole = made
+        assert one == whole <= 4 * version(it) + 12, made
+
+    run(server, tmp_path / "log", test, **NEVER)
+
+
 def test_a_table_at_rest_is_asked_for_two_names(
     logged: tuple[S3Server, Calls], tmp_path: Path
 ) -> None:
