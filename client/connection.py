@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 from pk import errors, event_loops
 from pk.client.waiting import FOREVER_S, WakeupSignal
 from pk.clock import SystemClock
-from pk.wire.socket_network import PkNetwork
 from pk.world import World
 
 T = TypeVar("T")
@@ -48,6 +47,8 @@ class LoopThread:
     """The event loop, its thread, and the world that its clients use."""
 
     def __init__(self) -> None:
+        from pk.wire.socket_network import PkNetwork  # a simulated client needs no sockets
+
         self.pid = os.getpid()
         self.users = 0
         self.loop = event_loops.EventLoop()

@@ -145,7 +145,7 @@ SHELLS = {
     "pk.client.waiting",
     "pk.tiering.delta",
     "pk.tiering.delta_actions",
-    "pk.tiering.delta_checkpoint",
+    "pk.tiering.app_transactions", "pk.tiering.delta_checkpoint",
     "pk.tiering.fsspec_store",
     "pk.tiering.s3_head",
     "pk.tiering.log_sync",

@@ -1,5 +1,5 @@
-"""A broker with as many client streams as it serves (rule L17): other brokers get theirs, clients
-are told why they do not.
+"""A broker with as many client streams as it serves (rule L17): other brokers get theirs, and
+clients get an error that says why they do not.
 """
 
 from __future__ import annotations
