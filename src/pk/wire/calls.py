@@ -16,8 +16,8 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Protocol
 
 from google.protobuf.message import Message
 
@@ -37,6 +37,13 @@ HELLO_TIMEOUT_MS = 5_000
 #: A handler gets the request message and its frame, and returns the reply, with or without payload.
 Reply = Message | tuple[Message, Iterable[frames.Buffer]]
 Handler = Callable[[Any, frames.Frame], Awaitable[Reply]]
+
+
+class Handlers(Protocol):
+    """The handlers of a stream, by the names of their requests; a `Mapping` is one."""
+
+    def get(self, name: str, /) -> Handler | None: ...
+
 
 _FIELD_BY_TYPE: dict[str, str] = {
     field.message_type.name: field.name
@@ -301,7 +308,7 @@ class Caller:
 
 async def serve_control(
     stream: Stream,
-    handlers: Mapping[str, Handler],
+    handlers: Handlers,
     *,
     on_error: Callable[[str, BaseException], None] | None = None,
     calls_max: int = CALLS_MAX,
@@ -323,7 +330,7 @@ async def serve_control(
 
 async def _answer(
     stream: Stream,
-    handlers: Mapping[str, Handler],
+    handlers: Handlers,
     frame: frames.Frame,
     gate: asyncio.Semaphore,
     on_error: Callable[[str, BaseException], None] | None,

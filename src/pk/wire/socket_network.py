@@ -1,12 +1,13 @@
 """The real network: one port, plain sockets, and grpc.aio for what shares a connection (rule P3).
 
     connect(PRODUCE | FETCH) -> a connection of its own, opened by `PKS1 | kind`, then SocketStream
-    connect(CONTROL)         -> the same, and beyond `CONTROL_SOCKETS` streams to one address
-                                pk.wire.grpc_network, whose streams share an HTTP/2 connection
+    connect(CONTROL)         -> the same, and beyond `CONTROL_SOCKETS` streams to one address a
+                                part of a shared connection (pk.wire.shared_connection)
 
 A listener looks at the first bytes of each connection.  It forwards an HTTP/2 connection, byte by
-byte, to a grpc server behind it.  A broker therefore has one address for everything, and a firewall
-needs one rule.  docs/design/0003-transport.md says why few streams travel over grpc.
+byte, to a grpc server behind it: peers of earlier builds and clients in other languages have their
+control streams there.  A broker therefore has one address for everything, and a firewall needs one
+rule.  docs/design/0003-transport.md says why few streams travel over grpc.
 
 Rules
   N6  The listener closes a connection that sends no valid opening within `CONNECT_TIMEOUT_MS`, and
@@ -48,12 +49,19 @@ from pk.wire.grpc_network import (
 )
 from pk.wire.inbound import CONNECTION_BYTES, MemoryPool
 from pk.wire.memory import SCRATCH_BYTES, InboundMemory
+from pk.wire.shared_connection import (
+    PREFIX_BYTES,
+    REFUSAL,
+    ClientConnection,
+    ServerConnection,
+)
 from pk.wire.socket_stream import SocketStream
 from pk.world import Disconnected, Listener, Stream, StreamHandler, StreamKind
 
 _MAGIC = b"PKS1"
 _KINDS = {b"C": StreamKind.CONTROL, b"P": StreamKind.PRODUCE, b"F": StreamKind.FETCH}
 _LETTERS = {kind: letter for letter, kind in _KINDS.items()}
+_SHARED = b"M"  # many control streams on one connection
 _OPENING_BYTES = len(_MAGIC) + 1
 _HTTP2 = b"PRI *"  # the first bytes of every HTTP/2 connection (RFC 9113 §3.4)
 _BACKLOG = 1024
@@ -192,6 +200,9 @@ class PkNetwork:
         self._memory = memory
         self._control_sockets = control_sockets
         self._control_streams: Counter[str] = Counter()  #: that have a connection, by address
+        self._shared: dict[str, list[ClientConnection]] = {}
+        self._sharing: dict[str, asyncio.Lock] = {}  #: one shared connection is opened at a time
+        self._tasks = TaskRegistry()  #: one for each shared connection
         self._grpc = GrpcNetwork(
             on_error,
             connect_timeout_ms=connect_timeout_ms,
@@ -205,7 +216,7 @@ class PkNetwork:
         if kind is not StreamKind.CONTROL:
             return await self._open(address, kind)
         if self._control_streams[address] >= self._control_sockets:
-            return await self._grpc.connect(address, kind)
+            return await self._part(address)
         self._control_streams[address] += 1
         try:
             return await self._open(address, kind)
@@ -220,14 +231,44 @@ class PkNetwork:
         if not self._control_streams[address]:
             del self._control_streams[address]
 
-    async def _open(self, address: str, kind: StreamKind) -> Stream:
-        """Open a stream that has a connection of its own."""
+    async def _part(self, address: str) -> Stream:
+        """Open a control stream on a shared connection; opens a connection if all are full."""
+        lock = self._sharing.setdefault(address, asyncio.Lock())
+        async with lock:
+            for connection in self._shared.get(address, ()):
+                if (stream := connection.begin()) is not None:
+                    return stream
+            try:
+                sock = await self._dialled(address, _SHARED)
+            except _NotOpened:  # N12
+                return await self._grpc.connect(address, StreamKind.CONTROL)
+            carrier = SocketStream(
+                sock, address, lambda: self._dead_peers.remove(carrier),
+                memory=self._memory, scratch=self._scratch, carries=REFUSAL,
+            )  # fmt: skip
+            carrier.admit(known=True)
+            self._dead_peers.add(carrier)
+            connection = ClientConnection(carrier, partial(self._unshared, address))
+            self._shared.setdefault(address, []).append(connection)
+            stream = connection.begin()
+            self._tasks.spawn(connection.read())
+            assert stream is not None
+            return stream
+
+    def _unshared(self, address: str, connection: ClientConnection) -> None:
+        left = self._shared[address]
+        left.remove(connection)
+        if not left:
+            del self._shared[address]
+
+    async def _dialled(self, address: str, letter: bytes) -> socket.socket:
+        """Return a connection that the peer has opened.  Raises `Disconnected`."""
         sock: socket.socket | None = None
         try:
             async with asyncio.timeout(self._connect_timeout_ms / 1000):
                 sock = await _dial(address)
                 loop = asyncio.get_running_loop()
-                await loop.sock_sendall(sock, _MAGIC + _LETTERS[kind])
+                await loop.sock_sendall(sock, _MAGIC + letter)
                 answer = await _read_exactly(sock, len(_MAGIC))
             if answer != _MAGIC:
                 raise Disconnected(f"{address} does not speak pk's protocol")
@@ -240,6 +281,11 @@ class PkNetwork:
             if isinstance(cause, OSError | ValueError) and not isinstance(cause, Disconnected):
                 raise Disconnected(_why(cause)) from cause
             raise
+        return sock
+
+    async def _open(self, address: str, kind: StreamKind) -> Stream:
+        """Open a stream that has a connection of its own."""
+        sock = await self._dialled(address, _LETTERS[kind])
 
         def finished() -> None:
             self._dead_peers.remove(stream)
@@ -261,6 +307,7 @@ class PkNetwork:
         """Close the network; open streams break."""
         for stream in list(self._dead_peers.streams):
             stream.abort("the network was closed")
+        await self._tasks.wait()
         await self._grpc.close()
 
 
@@ -390,7 +437,7 @@ class _PkListener:
             async with asyncio.timeout(CONNECT_TIMEOUT_MS / 1000):  # N6
                 opening = await _read_exactly(sock, _OPENING_BYTES)
                 kind = _kind_of(opening)
-                if kind is not None:
+                if kind is not None or opening == _MAGIC + _SHARED:
                     await self._loop.sock_sendall(sock, _MAGIC)
         except (OSError, TimeoutError):
             sock.close()
@@ -402,6 +449,8 @@ class _PkListener:
             await self._hand_over(connection, opening)
         elif kind is not None:
             await self._run(kind, connection)
+        elif opening == _MAGIC + _SHARED:
+            await self._run_shared(connection)
         else:
             sock.close()  # not pk's protocol
 
@@ -416,15 +465,43 @@ class _PkListener:
             frame_bytes_max=limits.CONTROL_BYTES_MAX if kind is StreamKind.CONTROL else None,
         )
         self._dead_peers.add(stream)
+        await self._handled(kind, stream)
+
+    async def _handled(self, kind: StreamKind, stream: Stream) -> None:
         try:
             await self._handler(kind, stream)
         except Disconnected:
             pass
         except Exception as bug:
             if self._on_error is not None:
-                self._on_error(f"serving a {kind.value} stream of {connection.peer}", bug)
+                self._on_error(f"serving a {kind.value} stream of {stream.peer}", bug)
         finally:
             stream.close()
+
+    async def _run_shared(self, connection: _Connection) -> None:
+        """Serve a connection that control streams share."""
+        carrier = connection.stream = SocketStream(
+            connection.sock,
+            connection.peer,
+            lambda: self._dead_peers.remove(carrier),
+            memory=self._memory,
+            scratch=self._scratch,
+            admitted=lambda known: self._admit(connection, known),
+            frame_bytes_max=PREFIX_BYTES + limits.CONTROL_BYTES_MAX,
+            carries=REFUSAL,
+        )
+        self._dead_peers.add(carrier)
+        shared = ServerConnection(carrier, partial(self._handled, StreamKind.CONTROL))
+
+        def silent() -> None:  # N6
+            if not shared.began:
+                connection.close("it began no stream")
+
+        timer = self._loop.call_later(STREAM_TIMEOUT_MS / 1000, silent)
+        try:
+            await shared.run(HANDLER_GRACE_S)
+        finally:
+            timer.cancel()
 
     async def _hand_over(self, connection: _Connection, opening: bytes) -> None:
         """Forward a control connection to grpc and back until either side ends."""

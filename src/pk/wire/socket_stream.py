@@ -25,7 +25,7 @@ import asyncio
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from types import coroutine
 
 from pk import errors, limits
@@ -70,7 +70,8 @@ class SocketStream:
     `finished` is called once, when the socket is closed.  `memory`: the budget of the process;
     without one, frames are not counted.  `scratch`: a buffer that the streams of one loop share.
     `admitted`: decides, after the peer's hello was accepted, whether the peer may stay.
-    `frame_bytes_max`: the largest frame that any peer may send.
+    `frame_bytes_max`: the largest frame that any peer may send.  `carries`: put before the refusal
+    of a shared connection (pk.wire.shared_connection), whose owner calls `credit` itself.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class SocketStream:
         scratch: memoryview | None = None,
         admitted: Callable[[bool], None] | None = None,
         frame_bytes_max: int | None = None,
+        carries: bytes = b"",
     ) -> None:
         self._sock = sock
         self._peer = peer
@@ -109,6 +111,7 @@ class SocketStream:
         self._account = memory.open(self) if memory is not None else None
         self._admitted = admitted
         self._frame_bytes_max = frame_bytes_max
+        self._carries = carries
         self._greeted = memory is None
         self._refused = ""
         self._reading = self._writing = False
@@ -135,13 +138,22 @@ class SocketStream:
             self._unpaused = 0
             await wait_in(self._writable)
         self._check_open()
+        self._unpaused += self._push(pieces) + _SEND_COST_BYTES
+
+    def post(self, frame: bytes) -> None:
+        """Write or queue a small frame whatever the window; an ended stream drops it."""
+        if not self._closed and self._end is None:
+            self._push((frame,))
+
+    def _push(self, pieces: Sequence[Buffer]) -> int:
+        """Write or queue a frame; returns its bytes."""
         size = sum(map(len, pieces))
-        self._unpaused += size + _SEND_COST_BYTES
         self._outbox.append(memoryview(_LENGTH.pack(size)))
         self._outbox.extend(map(memoryview, pieces))
         self._outbox_bytes += size + _LENGTH.size
         if not self._writing:
             self._on_writable()
+        return size
 
     async def recv(self) -> bytes | memoryview | None:
         """Return the next frame, None at the clean end.  Raises `Disconnected`."""
@@ -157,7 +169,7 @@ class SocketStream:
             await wait_in(self._readable)
         frame = self._inbox.popleft()
         self._inbox_bytes -= len(frame)
-        if self._account is not None and type(frame) is bytes:
+        if self._account is not None and type(frame) is bytes and not self._carries:
             self._credit(len(frame))
         if not self._reading and self._end is None and self._has_room():
             self._set_behind(False)
@@ -199,11 +211,16 @@ class SocketStream:
         if self._closed or self._gone:
             return
         head = wire.Head(error=frames.error_of(why))
-        raw = frames.encode(head)
+        raw = self._carries + frames.encode(head)
         self._refused = why.message
         self._outbox += (memoryview(_LENGTH.pack(len(raw))), memoryview(raw))
         self._outbox_bytes += len(raw) + _LENGTH.size
         self.close()
+
+    def credit(self, size: int) -> None:
+        """Credit short frames of a shared connection that were taken or dropped."""
+        if self._account is not None:
+            self._credit(size)
 
     def resume(self) -> None:
         """Read the socket again (pk.wire.memory's `Reader`)."""
