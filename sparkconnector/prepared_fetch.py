@@ -16,8 +16,8 @@ from pk.sparkconnector.offsets import Range
 from pk.sparkconnector.scan import CREDIT_BYTES, fetch_request
 from pk.wire import frames
 from pk.wire import pk_pb2 as wire
+from pk.wire.addresses import split_address
 from pk.wire.calls import PROTOCOL, PROTOCOL_MIN, head_of
-from pk.wire.socket_network import split_address
 
 POSITION_ID = 1
 

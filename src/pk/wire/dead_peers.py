@@ -20,7 +20,7 @@ from typing import Protocol
 
 from pk.wire.grpc_network import KEEPALIVE_MS
 
-#: The same time after which an idle connection breaks (`socket_network._tune`).
+#: The same time after which an idle connection breaks (`addresses.tune`).
 UNACKNOWLEDGED_MS = 2 * KEEPALIVE_MS
 #: Least number of retransmissions before a stream breaks.  The elapsed time alone proves nothing
 #: after this host was suspended.

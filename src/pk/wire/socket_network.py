@@ -24,12 +24,7 @@ Rules
 from __future__ import annotations
 
 import asyncio
-import errno
-import os
-import platform
-import secrets
 import socket
-import stat
 from collections import Counter
 from collections.abc import Coroutine
 from functools import partial
@@ -38,12 +33,22 @@ from typing import Any
 from pk import descriptors, errors, limits
 from pk.clock import SystemClock
 from pk.tasks import TaskRegistry, awaited
+from pk.wire.addresses import (
+    NotOpened,
+    bind,
+    dial,
+    dial_named,
+    private_address,
+    read_exactly,
+    tune,
+    unlink_socket,
+    why_not,
+)
 from pk.wire.connection_quotas import ConnectionQuotas, host_of
 from pk.wire.dead_peers import DeadPeerDetector
 from pk.wire.grpc_network import (
     CONNECT_TIMEOUT_MS,
     HANDLER_GRACE_S,
-    KEEPALIVE_MS,
     GrpcNetwork,
     ReportError,
 )
@@ -64,8 +69,6 @@ _LETTERS = {kind: letter for letter, kind in _KINDS.items()}
 _SHARED = b"M"  # many control streams on one connection
 _OPENING_BYTES = len(_MAGIC) + 1
 _HTTP2 = b"PRI *"  # the first bytes of every HTTP/2 connection (RFC 9113 §3.4)
-_BACKLOG = 1024
-_ABSTRACT = "unix-abstract:"  # Linux: a socket without a file
 _SPLICE_BYTES = 64 * limits.KIB
 #: After the process ran out of descriptors: the time in which no connection is accepted.
 _ACCEPT_PAUSE_S = 0.2
@@ -99,89 +102,6 @@ def inbound_memory(inbound_bytes_max: int, message_bytes_max: int) -> InboundMem
     connections = _connections_max(inbound_bytes_max)
     frame_bytes_max = limits.frame_bytes_max(message_bytes_max)
     return InboundMemory(MemoryPool(inbound_bytes_max, connections, frame_bytes_max), SystemClock())
-
-
-def _tune(sock: socket.socket) -> None:
-    """Set the socket options: small frames without delay, and keepalive.
-
-    Keepalive notices within seconds that the host of an idle connection vanished.
-    pk.wire.dead_peers notices it while data is on its way.
-    """
-    sock.setblocking(False)
-    if sock.family == socket.AF_UNIX:
-        return
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (
-        ("TCP_KEEPIDLE", KEEPALIVE_MS // 1000),
-        ("TCP_KEEPINTVL", 1),
-        ("TCP_KEEPCNT", KEEPALIVE_MS // 1000),
-    ):
-        if hasattr(socket, name):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Split `HOST:PORT`; the host may be in brackets.  Raises `ValueError`."""
-    host, colon, port = address.rpartition(":")
-    if not colon:
-        raise ValueError(f"{address}: not HOST:PORT")
-    return host.removeprefix("[").removesuffix("]"), int(port)
-
-
-async def _dial(address: str) -> socket.socket:
-    """Return a connected socket.  Raises `OSError` or `ValueError`."""
-    loop = asyncio.get_running_loop()
-    targets: list[tuple[int, Any]]
-    if address.startswith("unix:"):
-        targets = [(socket.AF_UNIX, address.removeprefix("unix:"))]
-    elif address.startswith(_ABSTRACT):
-        targets = [(socket.AF_UNIX, "\0" + address.removeprefix(_ABSTRACT))]
-    else:
-        host, port = split_address(address)
-        try:
-            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except RuntimeError:  # the interpreter ends, and no executor takes work any more
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        targets = [(family, where) for family, _, _, _, where in found]
-    failure: OSError = OSError(errno.EADDRNOTAVAIL, f"{address} has no address")
-    for family, where in targets:
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            _tune(sock)
-            await loop.sock_connect(sock, where)
-        except OSError as cause:
-            sock.close()
-            failure = cause
-        except BaseException:
-            sock.close()
-            raise
-        else:
-            return sock
-    raise failure
-
-
-def _why(cause: OSError | ValueError) -> str:
-    """Say why no connection was made; a loop's own text names only the address."""
-    number = getattr(cause, "errno", None)
-    if number is not None and number in errno.errorcode:
-        return os.strerror(number)
-    return getattr(cause, "strerror", None) or str(cause)
-
-
-class _NotOpened(Disconnected):
-    """The peer has closed the connection instead of answering the opening."""
-
-
-async def _read_exactly(sock: socket.socket, size: int) -> bytes:
-    """Read `size` bytes.  Raises `_NotOpened` if the peer sends fewer."""
-    loop, got = asyncio.get_running_loop(), b""
-    while len(got) < size:
-        more = await loop.sock_recv(sock, size - len(got))
-        if not more:
-            raise _NotOpened("the peer closed the connection before it was open")
-        got += more
-    return got
 
 
 class PkNetwork:
@@ -222,7 +142,7 @@ class PkNetwork:
             return await self._open(address, kind)
         except BaseException as cause:
             self._control_ended(address)
-            if isinstance(cause, _NotOpened):  # N12
+            if isinstance(cause, NotOpened):  # N12
                 return await self._grpc.connect(address, kind)
             raise
 
@@ -240,7 +160,7 @@ class PkNetwork:
                     return stream
             try:
                 sock = await self._dialled(address, _SHARED)
-            except _NotOpened:  # N12
+            except NotOpened:  # N12
                 return await self._grpc.connect(address, StreamKind.CONTROL)
             carrier = SocketStream(
                 sock, address, lambda: self._dead_peers.remove(carrier),
@@ -266,10 +186,10 @@ class PkNetwork:
         sock: socket.socket | None = None
         try:
             async with asyncio.timeout(self._connect_timeout_ms / 1000):
-                sock = await _dial(address)
+                sock = await dial(address)
                 loop = asyncio.get_running_loop()
                 await loop.sock_sendall(sock, _MAGIC + letter)
-                answer = await _read_exactly(sock, len(_MAGIC))
+                answer = await read_exactly(sock, len(_MAGIC))
             if answer != _MAGIC:
                 raise Disconnected(f"{address} does not speak pk's protocol")
         except BaseException as cause:
@@ -279,7 +199,7 @@ class PkNetwork:
                 why = f"no answer within {self._connect_timeout_ms} ms"
                 raise Disconnected(why) from cause
             if isinstance(cause, OSError | ValueError) and not isinstance(cause, Disconnected):
-                raise Disconnected(_why(cause)) from cause
+                raise Disconnected(why_not(cause)) from cause
             raise
         return sock
 
@@ -362,13 +282,13 @@ class _PkListener:
         return self._address
 
     async def start(self, address: str, control: GrpcNetwork) -> None:
-        self._sock = _bind(address)
+        self._sock = bind(address)
         try:
             self._address = address
             if not address.startswith("unix:"):
                 port = self._sock.getsockname()[1]
                 self._address = f"{address.rpartition(':')[0]}:{port}"
-            self._behind = await control.listen(_private_address(), self._handler, self)
+            self._behind = await control.listen(private_address(), self._handler, self)
         except BaseException:
             self._sock.close()
             raise
@@ -433,9 +353,9 @@ class _PkListener:
         """Serve one connection until its handler ends."""
         sock = connection.sock
         try:
-            _tune(sock)
+            tune(sock)
             async with asyncio.timeout(CONNECT_TIMEOUT_MS / 1000):  # N6
-                opening = await _read_exactly(sock, _OPENING_BYTES)
+                opening = await read_exactly(sock, _OPENING_BYTES)
                 kind = _kind_of(opening)
                 if kind is not None or opening == _MAGIC + _SHARED:
                     await self._loop.sock_sendall(sock, _MAGIC)
@@ -508,7 +428,7 @@ class _PkListener:
         assert self._behind is not None
         sock = connection.sock
         try:
-            behind, name = await _dial_named(self._behind.address)
+            behind, name = await dial_named(self._behind.address)
         except OSError:
             sock.close()
             return
@@ -539,7 +459,7 @@ class _PkListener:
         await self._accepting.close()
         self._sock.close()
         if self._address.startswith("unix:"):
-            _unlink(self._address.removeprefix("unix:"))
+            unlink_socket(self._address.removeprefix("unix:"))
         closing = TaskRegistry()
         control = closing.spawn(self._behind.close(grace_ms))
         # without tasks, the streams only wait for their peers' ends
@@ -561,69 +481,5 @@ async def _carry(source: socket.socket, sink: socket.socket) -> None:
     try:
         while data := await loop.sock_recv(source, _SPLICE_BYTES):
             await loop.sock_sendall(sink, data)
-    except OSError:
-        pass
-
-
-async def _dial_named(address: str) -> tuple[socket.socket, str]:
-    """Connect to a private address; return the socket and the server's name for this peer."""
-    if not address.startswith(_ABSTRACT):
-        sock = await _dial(address)
-        host, port = sock.getsockname()[:2]
-        return sock, f"ipv4:{host}:{port}"
-    name = f"pk-{os.getpid()}-{secrets.token_hex(8)}"
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        sock.setblocking(False)
-        sock.bind("\0" + name)
-        target = "\0" + address.removeprefix(_ABSTRACT)
-        await asyncio.get_running_loop().sock_connect(sock, target)
-    except BaseException:
-        sock.close()
-        raise
-    return sock, _ABSTRACT + name
-
-
-def _private_address() -> str:
-    """Return the private address on which grpc listens behind the public address."""
-    if platform.system() == "Linux":
-        return f"{_ABSTRACT}pk-{os.getpid()}-{secrets.token_hex(8)}"
-    return "127.0.0.1:0"
-
-
-def _bind(address: str) -> socket.socket:
-    """Return a listening socket.  Raises `OSError` that names the address."""
-    sock: socket.socket | None = None
-    try:
-        if address.startswith("unix:"):
-            path = address.removeprefix("unix:")
-            _unlink(path)  # left by a killed process; the directory's lock excludes a live one
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            sock.bind(path)
-        else:
-            host, port = split_address(address)
-            info = socket.getaddrinfo(
-                host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )[0]
-            sock = socket.socket(info[0], info[1])
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(info[4])
-        sock.listen(_BACKLOG)
-        sock.setblocking(False)
-    except OSError as cause:
-        if sock is not None:
-            sock.close()
-        why = f"cannot listen on {address}: {cause.strerror or cause}"
-        raise OSError(cause.errno or errno.EADDRINUSE, why) from cause
-    except ValueError as cause:
-        raise OSError(errno.EINVAL, f"cannot listen on {address}: not HOST:PORT") from cause
-    return sock
-
-
-def _unlink(path: str) -> None:
-    """Remove a socket file; any other file at that path stays, and binding then fails."""
-    try:
-        if stat.S_ISSOCK(os.stat(path).st_mode):
-            os.unlink(path)
     except OSError:
         pass
