@@ -10,7 +10,7 @@ import pytest
 
 from pk import errors, limits
 from pk.wire import pk_pb2 as wire
-from pk.wire.calls import PROTOCOL, open_stream
+from pk.wire.calls import PROTOCOL, Caller, open_stream
 from pk.world import Stream, StreamKind
 from tests.kit.cluster import Kit
 
@@ -95,3 +95,31 @@ def test_peers_that_say_nothing_are_bounded_too(make: Any, monkeypatch: pytest.M
         return count
 
     assert kit.done("silent", silent()) == 70
+
+
+def test_a_stream_keeps_the_handlers_that_its_peer_uses(make: Any) -> None:
+    """server/handlers/control: all handlers of a stream would take more than all else of it."""
+    kit = make(3)
+    kit.create("flights")
+    node, world = kit.brokers[1], kit.sim.world_of("client")
+    served: list[Any] = []
+    original = node._streams_of.handler
+
+    def noted(*given: Any) -> Any:
+        served.append(original(*given))
+        return served[-1]
+
+    node._streams_of.handler = noted
+
+    async def asked() -> None:
+        hello = wire.Hello(client_id="client", protocol=PROTOCOL)
+        caller = Caller(world.network, world.clock, "b1:9292", hello)
+        for _ in range(3):
+            await caller.call(wire.MetadataRequest(), timeout_ms=5_000)
+            await caller.call(wire.FindCoordinatorRequest(key="g"), timeout_ms=5_000)
+        await caller.close()
+
+    kit.done("client", asked())
+    (mine,) = [each for each in served if "metadata" in getattr(each, "_used", ())]
+    assert set(mine._used) == {"metadata", "find_coordinator"}
+    assert mine.get("nonsense") is None
