@@ -65,17 +65,17 @@ COSTS: Mapping[str, Cost] = {
         "curve partitions, broker_descriptors from n = 1 to 10,000",
     ),
     "connection_memory": Cost(
-        0.0913,
+        0.033,
         "MiB",
         "curve connections, memory_mb from n = 1 to 1,000",
     ),
     "connection_rest_cpu": Cost(
-        0.0045,
+        0.0011,
         "% of a core",
         "curve connections, rest_cpu_percent from n = 1 to 1,000",
     ),
     "connection_descriptors": Cost(
-        1.01,
+        1.02,
         "files",
         "curve connections, broker_descriptors from n = 1 to 1,000",
     ),

@@ -60,7 +60,7 @@ async def answers(listener: Listener, said: bytes, end: bytes = b"") -> bytes:
 def test_streams_share_connections_of_a_bounded_number_each(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """N13; a connection ends with the last of its streams."""
+    """wire/shared_connection N13; a connection ends with the last of its streams."""
     monkeypatch.setattr(limits, "CONTROL_STREAMS_MAX", 10)
     peers: list[str] = []
 
@@ -139,7 +139,7 @@ def test_a_connection_that_breaks_the_rules_ends(said: bytes) -> None:
 
 
 def test_a_connection_that_begins_no_stream_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """wire/socket_network N6."""
+    """wire/socket_network N6: as one that opens HTTP/2 and begins none."""
     monkeypatch.setattr(socket_network, "STREAM_TIMEOUT_MS", 100)
 
     async def test() -> None:
@@ -150,7 +150,7 @@ def test_a_connection_that_begins_no_stream_is_closed(monkeypatch: pytest.Monkey
 
 
 def test_a_handler_that_does_not_read_stops_its_connection_only() -> None:
-    """N3, N14: what waits is bounded and charged, and goes on when it is read."""
+    """wire/shared_connection N3, N14: what waits is bounded and charged, and is read later."""
     memory = InboundMemory(MemoryPool(64 * limits.MIB, 16, limits.MIB), SystemClock())
     slow = asyncio.Event()
 
@@ -196,7 +196,7 @@ def test_a_handler_that_does_not_read_stops_its_connection_only() -> None:
 
 
 def test_frames_that_nobody_takes_are_credited() -> None:
-    """N14: of a stream that was closed, and of a connection that broke."""
+    """wire/shared_connection N14, for streams that were closed."""
     memory = InboundMemory(MemoryPool(64 * limits.MIB, 16, limits.MIB), SystemClock())
     stopped = asyncio.Event()
 
@@ -291,7 +291,7 @@ def test_streams_break_with_their_connection() -> None:
 
 
 def test_a_peer_of_an_earlier_build_is_asked_over_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
-    """wire/socket_network N12."""
+    """wire/socket_network N12: it closes the connection at its opening."""
     asked: list[Any] = []
 
     async def over_grpc(address: str, kind: StreamKind) -> Stream:
