@@ -82,12 +82,12 @@ COSTS: Mapping[str, Cost] = {
     "table_memory": Cost(
         None,
         "MiB",
-        "curve tables, memory_mb from n = 1 to 100, less a partition: not above it",
+        "curve tables, memory_mb from n = 1 to 1,000, less a partition: not above it",
     ),
     "table_rest_cpu": Cost(
-        0.00326,
+        None,
         "% of a core",
-        "curve tables, rest_cpu_percent from n = 1 to 100, less a partition",
+        "curve tables, rest_cpu_percent from n = 1 to 1,000, less a partition: not above it",
     ),
     "produce_cpu": Cost(
         1.53,
