@@ -45,17 +45,17 @@ COSTS: Mapping[str, Cost] = {
         "curve tables, tier_rest_cpu_percent at n = 1",
     ),
     "partition_memory": Cost(
-        0.0121,
+        0.0122,
         "MiB",
         "curve partitions, broker_mb from n = 1 to 10,000",
     ),
     "metadata_memory": Cost(
-        0.000413,
+        0.000431,
         "MiB",
         "curve partitions, controller_mb from n = 1 to 10,000",
     ),
     "partition_rest_cpu": Cost(
-        0.00028,
+        0.00011,
         "% of a core",
         "curve partitions, rest_cpu_percent from n = 1 to 10,000",
     ),
