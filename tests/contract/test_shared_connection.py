@@ -356,3 +356,33 @@ def test_an_error_is_what_a_refused_peer_reads() -> None:
             await client.close()
 
     run(test)
+
+
+def test_a_network_closes_although_a_stream_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """wire/shared_connection N3: the connection is not read, so it does not see its own end."""
+    monkeypatch.setattr(socket_network, "HANDLER_GRACE_S", 0.1)
+
+    async def flood(_kind: StreamKind, stream: Stream) -> None:
+        while True:
+            await stream.send(b"more")
+
+    async def test() -> None:
+        client = shared()
+        async with serving(flood) as (_, listener):
+            stream = await client.connect(listener.address, StreamKind.CONTROL)
+            (connection,) = client._shared[listener.address]
+            while connection._drained is None:
+                await asyncio.sleep(0.01)
+            await client.close()
+            while await _next(stream):
+                pass
+
+    run(test)
+
+
+async def _next(stream: Stream) -> Any:
+    """Return the next frame; None = the stream broke."""
+    try:
+        return await stream.recv()
+    except Disconnected:
+        return None

@@ -8,9 +8,9 @@ A process with hundreds of group members must not take as many of a broker's con
     FRAME   payload is a frame of the stream
     END     the sender has finished; it drops what still arrives for the stream
 
-A frame of stream 0 is an `Error` head: why the server ends the connection.
-The client draws the numbers, ascending and never twice.  What has a number that a side does not
-know belongs to a stream that it has finished.
+A frame of stream 0 is an `Error` head, which says why the server ends the connection.  The client
+draws the numbers, ascending and never twice.  What has a number that a side does not know belongs
+to a stream that it has finished.
 
 Rules
   N2  The end of a stream is explicit.  When the connection ends, all its streams break.
@@ -27,7 +27,8 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from pk import errors, limits
 from pk.tasks import TaskRegistry
@@ -244,33 +245,28 @@ class ClientConnection(_SharedConnection):
 
 
 class ServerConnection(_SharedConnection):
-    """The server's end: `serve` runs for each stream that the client begins."""
+    """The server's end.
+
+    serve: runs for each stream that the client begins, and closes it
+    """
 
     def __init__(
-        self, carrier: SocketStream, serve: Callable[[SharedStream], Awaitable[None]]
+        self, carrier: SocketStream, serve: Callable[[SharedStream], Coroutine[Any, Any, None]]
     ) -> None:
         super().__init__(carrier)
         self._serve = serve
         self._tasks = TaskRegistry()
         self._newest = 0
-        self.began = False  #: whether a stream began
 
     def _begun(self, number: int) -> None:
         if number <= self._newest:
             raise Disconnected("the peer began a stream twice")
         self._newest = number
-        self.began = True
         if len(self._streams) >= limits.CONTROL_STREAMS_MAX:  # N13
             self.carrier.post(_PREFIX.pack(number, _END))
             return
         stream = self._streams[number] = SharedStream(self, number)
-        self._tasks.spawn(self._served(stream))
-
-    async def _served(self, stream: SharedStream) -> None:
-        try:
-            await self._serve(stream)
-        finally:
-            stream.close()
+        self._tasks.spawn(self._serve(stream))
 
     async def run(self, grace_s: float) -> None:
         """Serve until the connection ends; then the handlers have `grace_s` to end, too."""

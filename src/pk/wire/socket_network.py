@@ -1,4 +1,4 @@
-"""The real network: one port, plain sockets, and grpc.aio for what shares a connection (rule P3).
+"""The real network: one port, plain sockets, and grpc.aio for peers of earlier builds (rule P3).
 
     connect(PRODUCE | FETCH) -> a connection of its own, opened by `PKS1 | kind`, then SocketStream
     connect(CONTROL)         -> the same, and beyond `CONTROL_SOCKETS` streams to one address a
@@ -227,7 +227,9 @@ class PkNetwork:
         """Close the network; open streams break."""
         for stream in list(self._dead_peers.streams):
             stream.abort("the network was closed")
-        await self._tasks.wait()
+        # a connection whose streams are full and not read does not notice its end by itself
+        await self._tasks.wait(HANDLER_GRACE_S)
+        await self._tasks.close()
         await self._grpc.close()
 
 
@@ -375,6 +377,13 @@ class _PkListener:
             sock.close()  # not pk's protocol
 
     async def _run(self, kind: StreamKind, connection: _Connection) -> None:
+        most = limits.CONTROL_BYTES_MAX if kind is StreamKind.CONTROL else None
+        await self._handled(kind, self._stream(connection, most))
+
+    def _stream(
+        self, connection: _Connection, frame_bytes_max: int | None, carries: bytes = b""
+    ) -> SocketStream:
+        """Return the stream over a connection that was opened."""
         stream = connection.stream = SocketStream(
             connection.sock,
             connection.peer,
@@ -382,10 +391,11 @@ class _PkListener:
             memory=self._memory,
             scratch=self._scratch,
             admitted=lambda known: self._admit(connection, known),
-            frame_bytes_max=limits.CONTROL_BYTES_MAX if kind is StreamKind.CONTROL else None,
+            frame_bytes_max=frame_bytes_max,
+            carries=carries,
         )
         self._dead_peers.add(stream)
-        await self._handled(kind, stream)
+        return stream
 
     async def _handled(self, kind: StreamKind, stream: Stream) -> None:
         try:
@@ -400,28 +410,17 @@ class _PkListener:
 
     async def _run_shared(self, connection: _Connection) -> None:
         """Serve a connection that control streams share."""
-        carrier = connection.stream = SocketStream(
-            connection.sock,
-            connection.peer,
-            lambda: self._dead_peers.remove(carrier),
-            memory=self._memory,
-            scratch=self._scratch,
-            admitted=lambda known: self._admit(connection, known),
-            frame_bytes_max=PREFIX_BYTES + limits.CONTROL_BYTES_MAX,
-            carries=REFUSAL,
-        )
-        self._dead_peers.add(carrier)
-        shared = ServerConnection(carrier, partial(self._handled, StreamKind.CONTROL))
+        carrier = self._stream(connection, PREFIX_BYTES + limits.CONTROL_BYTES_MAX, REFUSAL)
 
-        def silent() -> None:  # N6
-            if not shared.began:
-                connection.close("it began no stream")
+        async def serve(stream: Stream) -> None:
+            connection.began = True
+            await self._handled(StreamKind.CONTROL, stream)
 
-        timer = self._loop.call_later(STREAM_TIMEOUT_MS / 1000, silent)
+        silent = self._loop.call_later(STREAM_TIMEOUT_MS / 1000, self._silent, connection)
         try:
-            await shared.run(HANDLER_GRACE_S)
+            await ServerConnection(carrier, serve).run(HANDLER_GRACE_S)
         finally:
-            timer.cancel()
+            silent.cancel()
 
     async def _hand_over(self, connection: _Connection, opening: bytes) -> None:
         """Forward a control connection to grpc and back until either side ends."""

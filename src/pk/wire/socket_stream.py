@@ -70,8 +70,9 @@ class SocketStream:
     `finished` is called once, when the socket is closed.  `memory`: the budget of the process;
     without one, frames are not counted.  `scratch`: a buffer that the streams of one loop share.
     `admitted`: decides, after the peer's hello was accepted, whether the peer may stay.
-    `frame_bytes_max`: the largest frame that any peer may send.  `carries`: put before the refusal
-    of a shared connection (pk.wire.shared_connection), whose owner calls `credit` itself.
+    `frame_bytes_max`: the largest frame that any peer may send.  `carries`: what is put
+    before a refusal, if the frames are those of a shared connection (pk.wire.shared_connection);
+    its owner calls `credit` itself.
     """
 
     def __init__(
