@@ -339,7 +339,7 @@ def summary(key: dict[str, Any], rows: Iterable[dict[str, Any]]) -> str:
         [
             "# The last long campaign of simulated clusters", "",
             "`make sim-long` writes this page ([TESTING.md](TESTING.md)). The file",
-            "`docs/sim-long.jsonl` has one row for each seed.", "",
+            "`docs/sim-long.jsonl` has the rows of the newest campaign, which may still go on.", "",
             "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items()), "",
             *(["## Failures", "", *(f"- {each}" for each in failed), ""] if failed else []),
             "## What it met", "", "| counter | total |", "|---|---:|",

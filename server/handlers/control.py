@@ -3,8 +3,8 @@
 World-generic.  A typed error that a handler raises becomes the error of the reply.  Any other
 exception is a bug and is reported as InternalError.  Each handler bounds the cost of one request.
 
-A stream keeps the handlers that its peer uses.  A member of a group uses four of some 80, which
-would take 30 KB, as much as all else of its stream.
+A stream makes and keeps only the handlers that its peer uses.  A member of a group uses four of
+some 80.  All 80 would take 30 KB, as much as the rest of its stream.
 """
 
 from __future__ import annotations

@@ -34,13 +34,12 @@ FETCH_CREDIT_BYTES = 16 * MIB
 #: Credits that a follower grants for replicas that catch up: one frame is written while the next is
 #: on the way.  More would let in-sync replicas of the same directory wait longer for their writes.
 CATCH_UP_CREDIT_BYTES = 2 * FRAME_BYTES
-#: Control streams per connection, each of which may hold a half-received request.  A process of pk
-#: has one connection per peer, and on it one stream per client.
+#: Control streams that share a connection.  Over grpc each may hold a half-received request.
 CONTROL_STREAMS_MAX = 256
 #: Open connections per listener, of all peers together, if file descriptors allow.
 CONNECTIONS_MAX = 16_384
-#: Streams of clients that a broker serves at once: one for each connection, and for each member of
-#: a group that it coordinates.
+#: Streams that a broker serves to clients at once.  A producer or a consumer has a few, one of them
+#: to the coordinator of its group.
 STREAMS_MAX = 16_384
 #: Streams beyond STREAMS_MAX: of other brokers, and of peers that have not said yet who they are.
 STREAMS_RESERVED = 1_024
