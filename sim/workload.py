@@ -125,7 +125,10 @@ class SimProducer:
             try:
                 accumulator = await self.engine.open(topic, OPEN_MS)
             except errors.PkError:
-                continue  # the topic was deleted, or no broker answers
+                if self.engine.fatal is None:
+                    continue  # the topic was deleted, or no broker answers
+                self._ended(self.engine.fatal)
+                return
             known = self.engine.cluster.metadata.topics.get(topic)
             for _ in range(rng.randint(*options.burst)):
                 partition = rng.randrange(known.partitions) if known is not None else None

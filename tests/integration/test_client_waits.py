@@ -132,8 +132,8 @@ def test_a_consumer_tells_its_lag_and_counts(server: EmbeddedServer) -> None:
         server.address, auto_offset_reset="earliest", max_poll_records=5, **options
     ) as consumer:
         consumer.assign([place])
-        assert consumer.current_lag(place) is None
-        assert consumer.metrics()["records_lag"] == {place: None}
+        told = consumer.metrics()["records_lag"]
+        assert told in ({place: None}, {place: 10})  # before and after the first fetch's answer
         assert [record.offset for record in consumer.poll(10)] == [0, 1, 2, 4]
         assert consumer.current_lag(place) == 5
         told = consumer.metrics()

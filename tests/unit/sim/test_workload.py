@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
+from functools import partial
 from types import SimpleNamespace
 from typing import cast
 
@@ -92,3 +95,29 @@ def test_a_move_takes_the_promise_of_acks_1_from_a_topic_of_one_replica() -> Non
     assert acknowledged(oracle, 3, ordered=True)
     oracle.created("t", "id of its next life", 1)
     assert acknowledged(oracle, 4)
+
+
+@pytest.mark.parametrize("lossy", [True, False], ids=["records were lost", "nothing was lost"])
+def test_a_producer_that_ended_while_it_waited_is_over(lossy: bool) -> None:
+    """`open` raises the fatal error: without a look at it the producer would wait for ever, and
+    the run would go on without it."""
+    oracle = SimpleNamespace(lossy=lossy, topics={"t": SimpleNamespace(life=1)})
+    fatal = errors.OutOfOrderSequence("acknowledged records are no longer in the log")
+
+    async def open_topic(topic: str, timeout_ms: int) -> None:
+        raise fatal
+
+    async def sleep_ms(ms: float) -> None:
+        await asyncio.sleep(0)
+
+    plan = SimpleNamespace(pace_ms=(1, 2), topics=[SimpleNamespace(name="t")])
+    troubles: list[str] = []
+    producer = SimpleNamespace(
+        name="p", over=False, engine=SimpleNamespace(open=open_topic, fatal=fatal),
+        _rng=random.Random(1), _options=plan, _oracle=oracle, _ordered=True,
+        _trouble=troubles.append, _world=SimpleNamespace(clock=SimpleNamespace(sleep_ms=sleep_ms)),
+    )  # fmt: skip
+    producer._ended = partial(SimProducer._ended, cast("SimProducer", producer))
+    asyncio.run(asyncio.wait_for(SimProducer._run(cast("SimProducer", producer)), 10))
+    assert producer.over
+    assert len(troubles) == (0 if lossy else 1)
