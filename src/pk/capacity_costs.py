@@ -80,14 +80,14 @@ COSTS: Mapping[str, Cost] = {
         "curve connections, broker_descriptors from n = 1 to 1,000",
     ),
     "table_memory": Cost(
-        None,
+        0.0131,
         "MiB",
-        "curve tables, memory_mb from n = 1 to 1,000, less a partition: not above it",
+        "curve tables, memory_mb from n = 1 to 2,000, less a partition",
     ),
     "table_rest_cpu": Cost(
-        None,
+        0.000335,
         "% of a core",
-        "curve tables, rest_cpu_percent from n = 1 to 1,000, less a partition: not above it",
+        "curve tables, rest_cpu_percent from n = 1 to 2,000, less a partition",
     ),
     "produce_cpu": Cost(
         1.53,
