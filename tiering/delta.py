@@ -74,6 +74,7 @@ from pk.tiering.delta_actions import (
     translated,
 )
 from pk.tiering.delta_checkpoint import Checkpoint, RecentCommits, Sources
+from pk.tiering.layout import PartitionCounters
 from pk.tiering.objects import ObjectInfo, ObjectStore
 from pk.tiering.store_calls import DELTALAKE, StoreCalls
 from pk.tiering.store_settings import StoreSettings
@@ -267,11 +268,9 @@ class DeltaLogTable:
             return await self._open(partitions)
         looked_ms = self._tables.now_ms()
         same, data = await asyncio.gather(self._is_known(known), self._later(known.version + 1))
-        fresh = [each for each in partitions if each not in known.counters]
-        if not same or (fresh and data is not None):
+        if not same:
             return await self._open(partitions)
-        if fresh:
-            return await self._extended(known, fresh)
+        fresh = [each for each in partitions if each not in known.counters]
         snapshot: Snapshot | None = known
         for _ in range(FOLLOWED_MAX):
             assert snapshot is not None
@@ -281,7 +280,7 @@ class DeltaLogTable:
                     self._tombstones.foreign(self._tables.now_ms())
                     await self._note(snapshot)
                 self._seen_ms = looked_ms
-                return snapshot
+                return await self._extended(snapshot, fresh) if fresh else snapshot
             snapshot = log_following.followed(self._uri, self._topic_id, snapshot, data)
             if snapshot is None:
                 break
@@ -317,16 +316,27 @@ class DeltaLogTable:
         return snapshot
 
     async def _extended(self, known: Snapshot, fresh: Sequence[int]) -> Snapshot | None:
-        """Returns the known version with the counters of more partitions."""
-        handle = self._handle
-        if handle is None or handle.version() != known.version:
+        """Returns the known version with the counters of more partitions.
+
+        The files stay as they are: to read those of a large table again takes seconds, and ten
+        owners make a version a second.
+        """
+        handle, self._handle = self._handle, None  # there is no handle until the call has returned
+        options, topic_id = self._tables.options, self._topic_id
+
+        def counters() -> tuple[DeltaTable, dict[int, PartitionCounters]] | None:
+            there = handle
+            if there is None or there.version() != known.version:
+                there = self._handle_of(known)
+            if there is None:
+                return None
+            return there, counters_of(self._uri, there, options, topic_id, fresh)
+
+        found = await self._tables.ask(f"loading {self._uri}", counters)
+        if found is None:
             return await self._open([*known.counters, *fresh])
-        self._handle = None  # there is no handle until the call has returned
-        more = await self._tables.ask(
-            f"loading {self._uri}",
-            lambda: counters_of(self._uri, handle, self._tables.options, self._topic_id, fresh),
-        )
-        self._handle = handle
+        there, more = found
+        self._handle = there if len(known.files) <= HANDLE_FILES_MAX else None
         self._snapshot = Snapshot(
             known.version,
             known.table_id,
@@ -337,6 +347,16 @@ class DeltaLogTable:
         )
         self._snapshot.owners = known.owners
         return self._snapshot
+
+    def _handle_of(self, known: Snapshot) -> DeltaTable | None:
+        """Returns deltalake's view of a version; None = it must be opened whole, to say why."""
+        try:
+            handle = DeltaTable(self._uri, known.version, storage_options=self._tables.options)
+            return handle if str(handle.metadata().id) == known.table_id else None
+        except BaseException as cause:
+            if not isinstance(cause, Exception) and not is_panic(cause):
+                raise
+            return None
 
     async def _counted(self, snapshot: Snapshot) -> Snapshot:
         """Reads the rows of files without statistics, which another engine wrote, from their

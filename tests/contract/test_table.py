@@ -7,16 +7,18 @@ import asyncio
 import errno
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pk import errors, settings
 from pk.clock import SystemClock
 from pk.generations import EPOCHS
-from pk.tiering import layout
+from pk.tiering import delta, layout
 from pk.tiering.data_files import DataFile, NewFile
-from pk.tiering.delta import DeltaTables
+from pk.tiering.delta import DeltaLogTable, DeltaTables
 from pk.tiering.fsspec_store import open_store
 from pk.tiering.layout import PartitionCounters
 from pk.tiering.store_settings import StoreSettings
@@ -367,6 +369,47 @@ def test_counters_and_claims_that_were_not_asked_for_at_first_are_loaded(run: Ru
             assert facts == (set(asked), EPOCHS, 100 * (5 in asked))
 
     run(test)
+
+
+@pytest.mark.parametrize("files_max", [delta.HANDLE_FILES_MAX, 0], ids=["small", "large"])
+def test_a_table_is_not_opened_again_for_a_partition_that_is_new_to_its_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files_max: int
+) -> None:
+    """Ten owners make a version a second, and a job hands over files of every partition."""
+    monkeypatch.setattr(delta, "HANDLE_FILES_MAX", files_max)
+    opened: list[object] = []
+    whole = DeltaLogTable._open_whole
+
+    def counted(self: DeltaLogTable, partitions: Sequence[int]) -> Any:
+        opened.append(partitions)
+        return whole(self, partitions)
+
+    monkeypatch.setattr(DeltaLogTable, "_open_whole", counted)
+
+    async def test() -> None:
+        clock = SystemClock()
+        chosen = StoreSettings.of(settings.SERVER.resolve({"tier_url": tmp_path.as_uri()}))
+        store = open_store(chosen, clock)
+        real = DeltaTables(chosen, store, clock)
+        table, other = real.table(TOPIC, TOPIC_ID), real.table(TOPIC, TOPIC_ID)
+        snapshot = await table.create()
+        assert await other.load([9]) is not None
+        opened.clear()
+        for partition in range(3):
+            loaded = await table.load([*snapshot.counters, partition])
+            assert loaded is not None
+            snapshot = await table.commit(append(loaded, partition, 10 * (partition + 1)))
+            seen = await other.load([9, *range(partition + 1)])
+            assert seen is not None
+            assert [seen.partition(each).end for each in range(partition + 1)] == [10, 20, 30][
+                : partition + 1
+            ]
+            assert (seen.files, seen.version) == (snapshot.files, snapshot.version)
+        await real.close()
+        await store.close()
+
+    asyncio.run(test())
+    assert opened == []
 
 
 def test_a_deleted_table_is_noticed_by_a_handle_that_was_open(run: Run) -> None:
