@@ -451,15 +451,18 @@ class Front(Protocol):
 
     def peer_of(self, peer: str) -> str:
         """Return the peer's public address."""
-        ...
 
-    def began(self, peer: str) -> None:
-        """Note that a stream began on the connection."""
-        ...
+    def began(self, peer: str, stream: Stream) -> bool:
+        """Note that a stream began on the connection; return whether it may stay."""
+
+    def heard(self, stream: Stream) -> None:
+        """Note that something arrived on a stream."""
+
+    def ended(self, stream: Stream) -> None:
+        """Note that a stream ended."""
 
     def admit(self, peer: str, known: bool) -> None:
         """Note that a hello on the connection was accepted.  Raises `ThrottledError`."""
-        ...
 
 
 class _ServerStream(_GrpcStream):
@@ -476,6 +479,8 @@ class _ServerStream(_GrpcStream):
         message = await self._context.read()
         if message is _EOF:
             raise Disconnected("the peer broke the connection")
+        if self._front is not None:
+            self._front.heard(self)
         if not message:
             raise EOFError
         raw: bytes = message
@@ -543,11 +548,15 @@ class _GrpcListener:
 
     def _serve(self, kind: StreamKind) -> Callable[[Any, Any], Awaitable[None]]:
         async def serve(_requests: Any, context: Any) -> None:
-            if self._front is not None:
-                self._front.began(context.peer())
-            await context.send_initial_metadata(())
-            stream = _ServerStream(context, self._front)
-            await stream.run(self._guard(kind, stream), self._handlers)
+            stream, front = _ServerStream(context, self._front), self._front
+            if front is not None and not front.began(context.peer(), stream):
+                return
+            try:
+                await context.send_initial_metadata(())
+                await stream.run(self._guard(kind, stream), self._handlers)
+            finally:
+                if front is not None:
+                    front.ended(stream)
 
         return serve
 

@@ -20,6 +20,13 @@ Rules
   N13 A connection has at most `limits.CONTROL_STREAMS_MAX` streams; the server ends those beyond.
   N14 Frames that wait in a stream stay charged to the connection's account (rule L17) until they
       are taken or dropped.
+  N17 The server takes no frame while the connection's send queue is full.  What a peer that does
+      not read has still to be sent is therefore bounded, however many streams it has.  The client
+      takes frames all the same: if both ends waited for room, neither would make any.  After a
+      stream beyond the share of its connection the server takes no frame for a moment, either.
+  N18 The client begins no stream on a connection on which nothing has arrived for `patience_ms`
+      since it sent something.  The next stream gets a connection of its own, whose opening tells
+      whether the peer hangs or only this connection.
 """
 
 from __future__ import annotations
@@ -33,22 +40,34 @@ from typing import Any
 from pk import errors, limits
 from pk.tasks import TaskRegistry
 from pk.wire import frames
-from pk.wire.socket_stream import CLOSE_TIMEOUT_MS, WINDOW_BYTES, WINDOW_FRAMES, SocketStream
+from pk.wire.socket_stream import (
+    CLOSE_TIMEOUT_MS,
+    WINDOW_BYTES,
+    WINDOW_FRAMES,
+    SocketStream,
+    breathe,
+)
+from pk.wire.stream_quotas import StreamQuotas
 from pk.wire.waiters import Waiters, wait_in, wake_all, wake_one
-from pk.world import Buffer, Disconnected
+from pk.world import Buffer, Disconnected, Stream
 
 _PREFIX = struct.Struct("<IB")
 PREFIX_BYTES = _PREFIX.size
 _FRAME, _END, _BEGIN = 0, 1, 2
 #: What `SocketStream` puts before the refusal of a connection: a frame of no stream.
 REFUSAL = _PREFIX.pack(0, _FRAME)
+#: After a stream beyond the bounds of its connection: the time in which no frame is taken.  A peer
+#: that begins another stream at once would keep the server busy.
+_PAUSE_S = 0.05
+#: Frames that are taken before other tasks of the loop run.
+_FRAMES_PER_TURN = 256
 
 
 class SharedStream:
     """`pk.world.Stream` over a shared connection."""
 
     def __init__(self, connection: _SharedConnection, number: int) -> None:
-        self._connection = connection
+        self.connection = connection
         self._number = number
         self._prefix = _PREFIX.pack(number, _FRAME)
         self._inbox: deque[bytes | memoryview] = deque()
@@ -59,17 +78,17 @@ class SharedStream:
 
     @property
     def peer(self) -> str:
-        return self._connection.carrier.peer
+        return self.connection.carrier.peer
 
     async def send(self, *pieces: Buffer) -> None:
         """Send a frame; wait while the connection's window is full.  Raises `Disconnected`."""
         self._check_open()
-        if self._connection.sends_most is not None:
+        if self.connection.sends_most is not None:
             size = sum(map(len, pieces))
-            if size > self._connection.sends_most:
-                most = self._connection.sends_most
+            if size > self.connection.sends_most:
+                most = self.connection.sends_most
                 raise Disconnected(f"a frame of {size} bytes; {most} are taken in control streams")
-        await self._connection.carrier.send(self._prefix, *pieces)
+        await self.connection.carrier.send(self._prefix, *pieces)
 
     async def recv(self) -> bytes | memoryview | None:
         """Return the next frame, None at the clean end.  Raises `Disconnected`."""
@@ -82,12 +101,12 @@ class SharedStream:
                 return None
             await wait_in(self._readable)
         frame = self._inbox.popleft()
-        self._connection.taken(len(frame), isinstance(frame, bytes))
+        self.connection.taken(len(frame), isinstance(frame, bytes))
         return frame[PREFIX_BYTES:]
 
     def admit(self, known: bool) -> None:
         """Admit the connection.  Raises `ThrottledError` if there is no room for it."""
-        self._connection.carrier.admit(known)
+        self.connection.carrier.admit(known)
 
     def close(self) -> None:
         """Finish both directions: frames that were sent are delivered, unread ones are dropped."""
@@ -95,10 +114,10 @@ class SharedStream:
             return
         self._closed = True
         for frame in self._inbox:
-            self._connection.taken(len(frame), isinstance(frame, bytes))
+            self.connection.taken(len(frame), isinstance(frame, bytes))
         self._inbox.clear()
         wake_all(self._readable)
-        self._connection.finished(self._number, both=self._end is not None)
+        self.connection.finished(self._number, both=self._end is not None)
 
     # -- called by the connection ------------------------------------------------------------------
 
@@ -145,22 +164,32 @@ class _SharedConnection:
 
     async def read(self) -> None:
         """Give each frame to its stream until the connection ends; then all streams break."""
-        why = "the peer broke the connection"
+        why, turn = "the peer broke the connection", 0
         try:
-            while (frame := await self.carrier.recv()) is not None:
+            while (frame := await self._next()) is not None:
                 if frame[:PREFIX_BYTES] == REFUSAL:
-                    why = frames.decode(frame[PREFIX_BYTES:]).head.error.message
+                    why = self._refused(frame) or why
                 self._take(frame)
+                turn += 1
+                if turn % _FRAMES_PER_TURN == 0:
+                    await breathe()
                 while self._waiting_bytes >= WINDOW_BYTES or self._waiting_frames >= WINDOW_FRAMES:
                     self._drained = self._loop.create_future()
                     await self._drained
         except (Disconnected, errors.CorruptBatch) as cause:
             why = str(cause) or why
         finally:
-            for stream in list(self._streams.values()):
+            for number, stream in list(self._streams.items()):
                 stream.ended(why)
-            self._streams.clear()
+                self._forget(number)
             self.carrier.close()
+
+    async def _next(self) -> bytes | memoryview | None:
+        return await self.carrier.recv()
+
+    def _refused(self, frame: bytes | memoryview) -> str:
+        """Return why the peer ends the connection."""
+        raise Disconnected("the peer sent a frame of stream 0")
 
     def _take(self, frame: bytes | memoryview) -> None:
         small = isinstance(frame, bytes)
@@ -172,10 +201,14 @@ class _SharedConnection:
         stream = self._streams.get(number)
         self._waiting_bytes += len(frame)
         self._waiting_frames += 1
-        if stream is None or what != _FRAME or not stream.arrived(frame):
+        if stream is None or what != _FRAME or not self._arrived(stream, frame):
             self.taken(len(frame), small)
         if stream is not None and what == _END and stream.ended(""):
             self._forget(number)
+
+    def _arrived(self, stream: SharedStream, frame: bytes | memoryview) -> bool:
+        """Give a frame to its stream; return False if it is dropped."""
+        return stream.arrived(frame)
 
     def _begun(self, number: int) -> None:
         """Serve a stream that the peer begins."""
@@ -207,19 +240,33 @@ class ClientConnection(_SharedConnection):
     """The client's end: it begins streams, and the connection ends with the last of them.
 
     closed: called once, when no stream may begin any more
+    patience_ms: N18
     """
 
     sends_most = limits.CONTROL_BYTES_MAX
 
-    def __init__(self, carrier: SocketStream, closed: Callable[[ClientConnection], None]) -> None:
+    def __init__(
+        self,
+        carrier: SocketStream,
+        closed: Callable[[ClientConnection], None],
+        patience_ms: int,
+    ) -> None:
         super().__init__(carrier)
         self._closed = closed
+        self._patience_s = patience_ms / 1000
         self._open = True
         self._last = 0
+        #: When a stream began after the last frame arrived; None = none has begun since.
+        self._began_s: float | None = None
 
     def begin(self) -> SharedStream | None:
-        """Begin a stream; None = the connection takes no more (N13)."""
+        """Begin a stream; None = the connection takes no more (N13, N18)."""
         if not self._open or len(self._streams) >= limits.CONTROL_STREAMS_MAX:
+            return None
+        now_s = self._loop.time()
+        if self._began_s is None:
+            self._began_s = now_s
+        elif now_s - self._began_s >= self._patience_s:
             return None
         self._last += 1
         stream = self._streams[self._last] = SharedStream(self, self._last)
@@ -231,6 +278,13 @@ class ClientConnection(_SharedConnection):
             await super().read()
         finally:
             self._stop()
+
+    def _refused(self, frame: bytes | memoryview) -> str:
+        return frames.decode(frame[PREFIX_BYTES:]).head.error.message
+
+    def _take(self, frame: bytes | memoryview) -> None:
+        self._began_s = None
+        super()._take(frame)
 
     def _forget(self, number: int) -> None:
         super()._forget(number)
@@ -248,25 +302,61 @@ class ServerConnection(_SharedConnection):
     """The server's end.
 
     serve: runs for each stream that the client begins, and closes it
+    quotas: of the listener's streams
+    idle: called when the last stream has ended
     """
 
     def __init__(
-        self, carrier: SocketStream, serve: Callable[[SharedStream], Coroutine[Any, Any, None]]
+        self,
+        carrier: SocketStream,
+        serve: Callable[[SharedStream], Coroutine[Any, Any, None]],
+        quotas: StreamQuotas[Stream, object],
+        idle: Callable[[], None],
     ) -> None:
         super().__init__(carrier)
         self._serve = serve
+        self._quotas = quotas
+        self._idle = idle
         self._tasks = TaskRegistry()
         self._newest = 0
+        self._greedy = False  #: it has just begun a stream beyond its share
+
+    async def _next(self) -> bytes | memoryview | None:
+        if self._greedy:
+            self._greedy = False
+            waiting = self._loop.create_future()
+            self._loop.call_later(_PAUSE_S, waiting.cancel)
+            await asyncio.wait((waiting,))
+        await self.carrier.room()  # N17
+        return await self.carrier.recv()
 
     def _begun(self, number: int) -> None:
         if number <= self._newest:
             raise Disconnected("the peer began a stream twice")
         self._newest = number
-        if len(self._streams) >= limits.CONTROL_STREAMS_MAX:  # N13
+        stream = SharedStream(self, number)
+        full = len(self._streams) >= limits.CONTROL_STREAMS_MAX  # N13
+        loser = stream if full else self._quotas.begin(stream, self)
+        self._greedy = isinstance(loser, SharedStream) and loser.connection is self
+        if loser is stream:
             self.carrier.post(_PREFIX.pack(number, _END))
             return
-        stream = self._streams[number] = SharedStream(self, number)
+        self._streams[number] = stream
         self._tasks.spawn(self._serve(stream))
+        if loser is not None:
+            loser.close()
+
+    def _arrived(self, stream: SharedStream, frame: bytes | memoryview) -> bool:
+        self._quotas.hear(stream)
+        return super()._arrived(stream, frame)
+
+    def _forget(self, number: int) -> None:
+        stream = self._streams.get(number)
+        super()._forget(number)
+        if stream is not None:
+            self._quotas.end(stream)
+            if not self._streams:
+                self._idle()
 
     async def run(self, grace_s: float) -> None:
         """Serve until the connection ends; then the handlers have `grace_s` to end, too."""

@@ -11,8 +11,9 @@ rule.  docs/design/0003-transport.md says why few streams travel over grpc.
 
 Rules
   N6  The listener closes a connection that sends no valid opening within `CONNECT_TIMEOUT_MS`, and
-      an HTTP/2 connection that begins no stream within `STREAM_TIMEOUT_MS`.  The listener answers
-      the opening, so `connect` fails on a peer that is stopped or hangs, as it does over grpc.
+      an HTTP/2 connection that begins no stream within `STREAM_TIMEOUT_MS`, and a shared one that
+      has had none for as long.  The listener answers the opening, so `connect` fails on a peer that
+      is stopped or hangs, as it does over grpc.
   N7  The number of accepted connections is bounded: file descriptors must remain for the logs'
       files, and each connection needs a floor of the inbound budget (pk.wire.inbound).
       pk.wire.connection_quotas decides which connections are closed when there are more; no
@@ -61,6 +62,7 @@ from pk.wire.shared_connection import (
     ServerConnection,
 )
 from pk.wire.socket_stream import SocketStream
+from pk.wire.stream_quotas import StreamQuotas
 from pk.world import Disconnected, Listener, Stream, StreamHandler, StreamKind
 
 _MAGIC = b"PKS1"
@@ -121,8 +123,8 @@ class PkNetwork:
         self._control_sockets = control_sockets
         self._control_streams: Counter[str] = Counter()  #: that have a connection, by address
         self._shared: dict[str, list[ClientConnection]] = {}
-        self._sharing: dict[str, asyncio.Lock] = {}  #: one shared connection is opened at a time
-        self._tasks = TaskRegistry()  #: one for each shared connection
+        #: One for each shared connection, and for each that is being opened, by its address.
+        self._tasks = TaskRegistry()
         self._grpc = GrpcNetwork(
             on_error,
             connect_timeout_ms=connect_timeout_ms,
@@ -152,28 +154,43 @@ class PkNetwork:
             del self._control_streams[address]
 
     async def _part(self, address: str) -> Stream:
-        """Open a control stream on a shared connection; opens a connection if all are full."""
-        lock = self._sharing.setdefault(address, asyncio.Lock())
-        async with lock:
+        """Open a control stream on a shared connection; opens a connection if all are full.
+
+        One connection is opened at a time.  All that wait for it share its failure (N6).
+        """
+        while True:
             for connection in self._shared.get(address, ()):
                 if (stream := connection.begin()) is not None:
                     return stream
-            try:
-                sock = await self._dialled(address, _SHARED)
-            except NotOpened:  # N12
+            opening = self._tasks.get(address)
+            if opening is None:
+                opening = self._tasks.spawn(self._share(address), address)
+            await asyncio.wait((opening,))  # which outlives those that wait for it
+            why = (
+                Disconnected("the network was closed") if opening.cancelled() else opening.result()
+            )
+            if isinstance(why, NotOpened):  # N12
                 return await self._grpc.connect(address, StreamKind.CONTROL)
-            carrier = SocketStream(
-                sock, address, lambda: self._dead_peers.remove(carrier),
-                memory=self._memory, scratch=self._scratch, carries=REFUSAL,
-            )  # fmt: skip
-            carrier.admit(known=True)
-            self._dead_peers.add(carrier)
-            connection = ClientConnection(carrier, partial(self._unshared, address))
-            self._shared.setdefault(address, []).append(connection)
-            stream = connection.begin()
-            self._tasks.spawn(connection.read())
-            assert stream is not None
-            return stream
+            if why is not None:
+                raise Disconnected(str(why))
+
+    async def _share(self, address: str) -> Disconnected | None:
+        """Open a shared connection; return why there is none."""
+        try:
+            sock = await self._dialled(address, _SHARED)
+        except Disconnected as why:
+            return why
+        carrier = SocketStream(
+            sock, address, lambda: self._dead_peers.remove(carrier),
+            memory=self._memory, scratch=self._scratch, carries=REFUSAL,
+        )  # fmt: skip
+        carrier.admit(known=True)
+        self._dead_peers.add(carrier)
+        closed = partial(self._unshared, address)
+        connection = ClientConnection(carrier, closed, self._connect_timeout_ms)
+        self._shared.setdefault(address, []).append(connection)
+        self._tasks.spawn(connection.read())
+        return None
 
     def _unshared(self, address: str, connection: ClientConnection) -> None:
         left = self._shared[address]
@@ -274,6 +291,7 @@ class _PkListener:
         self._tasks = TaskRegistry()  # one task per accepted connection
         # control connections, by grpc's name for their peers
         self._carried: dict[str, _Connection] = {}
+        self._streams: StreamQuotas[Stream, object] = StreamQuotas()  # wire/stream_quotas N15
         bytes_max = None if memory is None else memory.budget.bytes_max
         self._quotas: ConnectionQuotas[_Connection] = ConnectionQuotas(
             _connections_max(bytes_max)
@@ -303,10 +321,22 @@ class _PkListener:
         connection = self._carried.get(peer)
         return peer if connection is None else connection.peer
 
-    def began(self, peer: str) -> None:
-        """Note that a control stream began on the connection."""
+    def began(self, peer: str, stream: Stream) -> bool:
+        """Note that a control stream began on the connection; return whether it may stay."""
         if (connection := self._carried.get(peer)) is not None:
             connection.began = True
+        loser = self._streams.begin(stream, connection)
+        if loser is not None and loser is not stream:
+            loser.close()
+        return loser is not stream
+
+    def heard(self, stream: Stream) -> None:
+        """Note that something arrived on a stream."""
+        self._streams.hear(stream)
+
+    def ended(self, stream: Stream) -> None:
+        """Note that a stream ended."""
+        self._streams.end(stream)
 
     def admit(self, peer: str, known: bool) -> None:
         """Admit a connection, whose control stream sent a valid hello.  Raises `ThrottledError`."""
@@ -411,16 +441,26 @@ class _PkListener:
     async def _run_shared(self, connection: _Connection) -> None:
         """Serve a connection that control streams share."""
         carrier = self._stream(connection, PREFIX_BYTES + limits.CONTROL_BYTES_MAX, REFUSAL)
+        silent: list[asyncio.TimerHandle] = []
+
+        def begun() -> None:
+            while silent:
+                silent.pop().cancel()
+
+        def idle() -> None:
+            begun()
+            ms = STREAM_TIMEOUT_MS
+            silent.append(self._loop.call_later(ms / 1000, self._silent, connection))
 
         async def serve(stream: Stream) -> None:
-            connection.began = True
+            begun()
             await self._handled(StreamKind.CONTROL, stream)
 
-        silent = self._loop.call_later(STREAM_TIMEOUT_MS / 1000, self._silent, connection)
+        idle()
         try:
-            await ServerConnection(carrier, serve).run(HANDLER_GRACE_S)
+            await ServerConnection(carrier, serve, self._streams, idle).run(HANDLER_GRACE_S)
         finally:
-            silent.cancel()
+            begun()
 
     async def _hand_over(self, connection: _Connection, opening: bytes) -> None:
         """Forward a control connection to grpc and back until either side ends."""

@@ -59,7 +59,7 @@ _CREDIT_BYTES = 16 * limits.KIB
 
 
 @coroutine
-def _breathe() -> Generator[None, None, None]:
+def breathe() -> Generator[None, None, None]:
     """Let the event loop run other tasks once."""
     yield
 
@@ -133,13 +133,18 @@ class SocketStream:
         """
         if self._unpaused >= _BREATH_BYTES:
             self._unpaused = 0
-            await _breathe()
-        while self._outbox_bytes >= WINDOW_BYTES or len(self._outbox) >= WINDOW_PIECES:
-            self._check_open()
+            await breathe()
+        if self._outbox_bytes >= WINDOW_BYTES or len(self._outbox) >= WINDOW_PIECES:
             self._unpaused = 0
-            await wait_in(self._writable)
+            await self.room()
         self._check_open()
         self._unpaused += self._push(pieces) + _SEND_COST_BYTES
+
+    async def room(self) -> None:
+        """Wait while the window is full.  Raises `Disconnected`."""
+        while self._outbox_bytes >= WINDOW_BYTES or len(self._outbox) >= WINDOW_PIECES:
+            self._check_open()
+            await wait_in(self._writable)
 
     def post(self, frame: bytes) -> None:
         """Write or queue a small frame whatever the window; an ended stream drops it."""
