@@ -553,7 +553,9 @@ class Owner:
         interval_ms = self._settings.commit_interval_ms
         others = commit_pacing.others(snapshot.owners, snapshot.version, self._settings.name)
         next_ms = state.own.next_ms(interval_ms, others)
-        if now_ms < next_ms and not any(map(is_urgent, planned.taken)):
+        # what a job hands over may wait for the version that takes rows away (T16)
+        urgent = any(map(is_urgent, (*planned.taken, *planned.waiting)))
+        if now_ms < next_ms and not urgent:
             state.not_before_ms = next_ms
             return
         self._planned = planned

@@ -8,8 +8,9 @@ others again.
 
 Invariants
   O1  Only files below the first version's ends are merged: the job ends however much comes.
-  O2  Where files of a run went, the next plan leaves twice as many files at the partition's begin
-      alone.  Retention takes the oldest files, so under a constant one the rest lands.
+  O2  After a refusal the driver plans again.  Where the start of a partition has passed files of
+      the plan before, the next plan leaves twice as many files at its begin alone.  So under
+      constant retention each plan holds for twice as long as the one before.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ TARGET_BYTES = 128 << 20
 LEVEL = 9
 #: Files that a hand-over replaces, about.
 FILES_PER_COMMIT = 400
-#: Plans on a newer version after a refusal.
+#: Plans in a row of which nothing is merged.
 ROUNDS_MAX = 8
 #: How often the runs of one portion that are still in the table are handed over.
 HAND_OVERS_MAX = 8
@@ -136,18 +137,22 @@ class _Optimize:
         """Merge the files, and return the report."""
         first = version = tables.newest(self._place, self._partitions)
         ends = {each: first.snapshot.partition(each).end for each in self._partitions}
-        plans = 0
-        while plans < ROUNDS_MAX:
+        plans = fruitless = 0
+        while fruitless < ROUNDS_MAX:
             plans += 1
             runs = optimize_plan.plan(
                 version.snapshot, self._target_bytes, ends=ends, left_alone=self._left_alone
             )
-            before = self._refused
+            done, refused = len(self._done), self._refused
             for some in _portions(runs):
                 self._merge_and_commit(version, some)
+                if self._refused != refused:
+                    break
             version = tables.newest(self._place, self._partitions)
-            if self._refused == before:
+            if self._refused == refused:
                 break
+            self._leave_alone(version, runs)
+            fruitless = 0 if len(self._done) > done else fruitless + 1
         if self._refused and not self._done:
             raise errors.UnknownTierRange(
                 f"{self._place.uri}: the files changed during each of {ROUNDS_MAX} attempts: run "
@@ -185,18 +190,18 @@ class _Optimize:
         self._refused += len(merged)
 
     def _still_there(self, version: TableVersion, merged: Sequence[MergedRun]) -> list[MergedRun]:
-        """Return the runs whose files the table still has; note how many files the others lost."""
-        found = []
-        for each in merged:
-            gone = optimize_plan.files_gone(version.snapshot, each.run)
-            if gone:
-                self._refused += 1
-                partition = each.run.partition
-                known = self._left_alone.get(partition, 0)
-                self._left_alone[partition] = max(known, 2 * gone)
-            else:
-                found.append(each)
+        """Return the runs whose files the table still has; count the others."""
+        found = [each for each in merged if optimize_plan.is_there(version.snapshot, each.run)]
+        self._refused += len(merged) - len(found)
         return found
+
+    def _leave_alone(self, version: TableVersion, runs: Sequence[MergeRun]) -> None:
+        """Note how many files retention may take before the next plan is done (O2)."""
+        known = dict(self._left_alone)
+        for run in runs:
+            if expired := optimize_plan.files_expired(version.snapshot, run):
+                count = 2 * (known.get(run.partition, 0) + expired)
+                self._left_alone[run.partition] = max(count, self._left_alone.get(run.partition, 0))
 
 
 def _portions(runs: Sequence[MergeRun]) -> Iterator[list[MergeRun]]:

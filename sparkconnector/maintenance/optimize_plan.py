@@ -55,12 +55,17 @@ def plan(
     return found
 
 
-def files_gone(snapshot: Snapshot, run: MergeRun) -> int:
-    """Return how many files of a run `snapshot` has no more, or has below its partition's start."""
-    start = snapshot.partition(run.partition).start
-    return sum(
-        snapshot.files.get(file.path) != file or file.max_offset < start for file in run.files
+def is_there(snapshot: Snapshot, run: MergeRun) -> bool:
+    """Return whether `snapshot` has all files of a run, none below its partition's start."""
+    return not files_expired(snapshot, run) and all(
+        snapshot.files.get(file.path) == file for file in run.files
     )
+
+
+def files_expired(snapshot: Snapshot, run: MergeRun) -> int:
+    """Return how many files of a run lie wholly below the partition's start in `snapshot`."""
+    start = snapshot.partition(run.partition).start
+    return sum(file.max_offset < start for file in run.files)
 
 
 def _runs(partition: int, files: Sequence[DataFile], target_bytes: int) -> list[MergeRun]:

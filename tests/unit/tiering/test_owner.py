@@ -291,6 +291,41 @@ def test_a_lost_reply_is_not_written_twice() -> None:
     assert it.answers["a"].version == 1
 
 
+def merged(files: list[DataFile]) -> Any:
+    """Return the hand-over of a job that made one file of some."""
+    start, end = files[0].min_offset, files[-1].max_offset + 1
+    change = wire.CommitToTableRequest(counters=[wire.TierCounter()], lease_token=3)
+    path = layout.job_path(layout.DataName(0, start, end, NONE, "j", 0, len(files)))
+    change.adds.add(
+        path=path, start=start, end=end, rows=end - start, min_offset=start, max_offset=end - 1,
+        size=5, row_sum=len(files),
+    )  # fmt: skip
+    for file in files:
+        change.removes.add(path=file.path, rows=file.rows, row_sum=1)
+    return change
+
+
+def test_a_job_waits_for_no_turn_behind_a_constant_retention() -> None:
+    """T16: what it hands over waits for the version that takes rows away, which comes at once."""
+    files = [named(10 * n, 10 * n + 10, 1) for n in range(8)]
+    it = Driver(commit_interval_ms=1_000)
+    busy = snapshot(5, files, end=80, rows=80, sum=8)
+    busy.owners = {f"owner {n}": 5 for n in range(9)}
+    it.step(PartitionsSeen({0: LogStart(10)}, lease_token=3)).loaded(busy)
+    removed = [it.committed().removes]
+    for job in (files[4:6], files[6:8]):
+        it.step(Submit(job[0].path, merged(job)))
+        it.step(PartitionsSeen({0: LogStart(10 * len(removed) + 10)}, lease_token=3))
+        while job[0].path not in it.answers:
+            it.now_ms += 1_000
+            it.step(owning.Wake()).loaded(it.owner.snapshot)
+            removed.append(it.committed().removes)
+    names = [f.path for f in files]
+    jobs = [tuple(names[4:6]), tuple(names[6:8])]
+    assert removed == [(names[0],), jobs[0], (names[1], names[2]), jobs[1]]
+    assert not [each for each in it.answers.values() if isinstance(each, errors.PkError)]
+
+
 def test_the_owner_refuses_a_job_whose_lease_was_granted_again() -> None:
     """C5: it has seen the token of a newer lease, which has ended meanwhile."""
     on = snapshot(0, [data(0, 0, 10)], end=10, rows=10)

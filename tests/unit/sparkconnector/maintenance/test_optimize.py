@@ -27,13 +27,15 @@ def name_of(partition: int, start: int, end: int, attempt: str) -> str:
 
 
 class Table:
-    """A table of two partitions, of which the oldest files go while a job merges."""
+    """A table of which the oldest files go while a job merges."""
 
-    def __init__(self, going: Callable[[int], int]) -> None:
-        self.going = going  #: files of partition 0 that go during the n-th round of tasks
+    def __init__(self, going: Callable[[int], int], partitions: int = 2, hot: int = 1) -> None:
+        #: files of each of the first `hot` partitions that go during the n-th round of tasks
+        self.going, self.hot = going, hot
         self.version, self.tasks = 1, 0
         self.files: dict[str, DataFile] = {}
-        self.starts, self.ends = {0: 0, 1: 0}, {0: 0, 1: 0}
+        self.starts, self.ends = dict.fromkeys(range(partitions), 0), {}
+        self.ends.update(self.starts)
         for partition in self.starts:
             for _ in range(FILES):
                 self.append(partition)
@@ -49,16 +51,20 @@ class Table:
         self.files[path] = DataFile(path, partition, start, end - 1, 0, 0, rows, rows)
 
     def newest(self, _place: TablePlace, _partitions: Any) -> TableVersion:
-        counters = {p: PartitionCounters(start=self.starts[p], end=self.ends[p]) for p in (0, 1)}
+        counters = {
+            each: PartitionCounters(start=start, end=self.ends[each])
+            for each, start in self.starts.items()
+        }
         return TableVersion(PLACE, Snapshot(self.version, "id", dict(self.files), counters))
 
     def run_tasks(self, _spark: Any, tasks: list[Any], *_: Any) -> list[MergedRun]:
         self.tasks += 1
-        for _ in range(self.going(self.tasks)):
-            oldest = min((f for f in self.files.values() if f.partition == 0), key=_begin)
-            del self.files[oldest.path]
-            self.starts[0] = oldest.max_offset + 1
-            self.append(0)
+        for partition in list(range(self.hot)) * self.going(self.tasks):
+            self.starts[partition] += ROWS
+            self.append(partition)
+        for file in list(self.files.values()):
+            if file.max_offset < self.starts[file.partition]:
+                del self.files[file.path]
         self.version += 1
         return [
             MergedRun(
@@ -87,15 +93,11 @@ class Table:
         self.version += 1
 
 
-def _begin(file: DataFile) -> int:
-    return file.min_offset
-
-
 def run(table: Table, monkeypatch: pytest.MonkeyPatch) -> OptimizeReport:
     monkeypatch.setattr(tables, "newest", table.newest)
     monkeypatch.setattr(tables, "run_tasks", table.run_tasks)
     job: Any = _Optimize
-    found: OptimizeReport = job(None, PLACE, [0, 1], table, 10_000).run()
+    found: OptimizeReport = job(None, PLACE, list(table.starts), table, 10_000).run()
     return found
 
 
@@ -120,6 +122,20 @@ def test_under_constant_retention_all_but_the_oldest_files_are_merged(
     merged = [f for f in table.files.values() if f.partition == 0 and f.rows > ROWS]
     assert [(f.min_offset, f.max_offset + 1) for f in merged] == [(90, 400)]
     assert "1 runs lost files" in report.summary()
+
+
+def test_a_job_of_many_portions_plans_again_as_soon_as_files_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """maintenance/optimize O2: each plan holds for twice as long; few runs are merged in vain."""
+    table = Table(lambda _: 1, partitions=200, hot=100)
+    report = run(table, monkeypatch)
+    merged = {f.partition for f in table.files.values() if f.rows > ROWS}
+    assert merged == set(range(200))
+    assert report.plans <= 5
+    assert report.refused_runs <= 10 * report.plans  # one portion of each plan
+    left = [f for f in table.files.values() if f.partition >= 100]
+    assert len(left) == 100, "nothing is left alone where nothing goes"
 
 
 def test_a_table_that_goes_faster_than_it_is_merged_is_an_error(

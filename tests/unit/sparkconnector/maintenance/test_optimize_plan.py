@@ -8,7 +8,12 @@ from itertools import pairwise
 import hypothesis.strategies as st
 from hypothesis import given
 
-from pk.sparkconnector.maintenance.optimize_plan import FILES_PER_RUN_MAX, files_gone, plan
+from pk.sparkconnector.maintenance.optimize_plan import (
+    FILES_PER_RUN_MAX,
+    files_expired,
+    is_there,
+    plan,
+)
 from pk.tiering import layout
 from pk.tiering.data_files import DataFile, held_by
 from pk.tiering.layout import DataName, PartitionCounters
@@ -95,14 +100,20 @@ def test_files_beyond_an_end_can_be_left_out() -> None:
     assert plan(snapshot, 100, ends={}) == []
 
 
-def test_files_that_are_gone_are_counted() -> None:
+def test_a_run_is_used_as_long_as_all_its_files_are_there() -> None:
     """A file below the start is gone before a version drops it."""
     files = [data(0, 10), data(10, 20), data(20, 30)]
     first = Snapshot(1, "id", {f.path: f for f in files}, {0: PartitionCounters()})
     (run,) = plan(first, 100)
-    assert files_gone(first, run) == 0
     left = {f.path: f for f in files[1:]}
-    assert files_gone(Snapshot(2, "id", left, {0: PartitionCounters(start=10)}), run) == 1
-    assert files_gone(Snapshot(3, "id", left, {0: PartitionCounters(start=20)}), run) == 2
     changed = {**first.files, files[1].path: replace(files[1], rows=9)}
-    assert files_gone(Snapshot(4, "id", changed, {0: PartitionCounters()}), run) == 1
+    for found, start, there, expired in [
+        (first.files, 0, True, 0),
+        (left, 10, False, 1),
+        (left, 20, False, 2),
+        (changed, 0, False, 0),  # by another engine
+        (dict(list(first.files.items())[:2]), 0, False, 0),
+    ]:
+        snapshot = Snapshot(2, "id", found, {0: PartitionCounters(start=start)})
+        assert is_there(snapshot, run) == there
+        assert files_expired(snapshot, run) == expired
