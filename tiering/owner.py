@@ -305,8 +305,7 @@ class Owner:
         late = [item for item in self._state.waiting if item.deadline_ms <= now_ms]
         if late and not isinstance(self._under_way, Commit):
             self._state.waiting = [i for i in self._state.waiting if i.deadline_ms > now_ms]
-            # late requests are at the front
-            self._later = min(self._later, len(self._state.waiting))
+            self._later = min(self._later, len(self._state.waiting))  # late ones are in front
             cause = self._state.problem
             for item in late:
                 error = errors.TierUnavailable(
@@ -553,8 +552,7 @@ class Owner:
         interval_ms = self._settings.commit_interval_ms
         others = commit_pacing.others(snapshot.owners, snapshot.version, self._settings.name)
         next_ms = state.own.next_ms(interval_ms, others)
-        # what a job hands over may wait for the version that takes rows away (T16)
-        urgent = any(map(is_urgent, (*planned.taken, *planned.waiting)))
+        urgent = any(map(is_urgent, (*planned.taken, *planned.waiting)))  # waiting: T16
         if now_ms < next_ms and not urgent:
             state.not_before_ms = next_ms
             return
