@@ -101,7 +101,7 @@ def test_a_move_takes_the_promise_of_acks_1_from_a_topic_of_one_replica() -> Non
 def test_a_producer_that_ended_while_it_waited_is_over(lossy: bool) -> None:
     """`open` raises the fatal error: without a look at it the producer would wait for ever, and
     the run would go on without it."""
-    oracle = SimpleNamespace(lossy=lossy, topics={"t": SimpleNamespace(life=1)})
+    oracle = SimpleNamespace(lossy=lossy, ahead=False, topics={"t": SimpleNamespace(life=1)})
     fatal = errors.OutOfOrderSequence("acknowledged records are no longer in the log")
 
     async def open_topic(topic: str, timeout_ms: int) -> None:
