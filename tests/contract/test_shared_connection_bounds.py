@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from pk import limits
-from pk.wire import calls, frames, socket_network
+from pk.wire import calls, frames, shared_connection, socket_network
 from pk.wire import pk_pb2 as wire
 from pk.wire.calls import PROTOCOL, accept_stream, head_of, serve_control
 from pk.wire.grpc_network import GrpcNetwork
@@ -190,6 +190,33 @@ async def ended(stream: Stream) -> bool:
             return await stream.recv() is None
     except TimeoutError:
         return False
+
+
+def test_a_connection_beyond_its_share_is_not_read_for_a_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """wire/shared_connection N17: a peer that begins streams again and again is slowed down."""
+    monkeypatch.setattr(shared_connection, "_PAUSE_S", 3_600)
+    monkeypatch.setattr(limits, "CONTROL_STREAMS_MAX", 2)
+
+    async def test() -> None:
+        async with serving(echo) as (_, listener):
+            with await deaf(listener) as client:
+                loop = asyncio.get_running_loop()
+                begun = b"".join(part(number, BEGIN) for number in (1, 2, 3))
+                await loop.sock_sendall(client, begun + part(1, FRAME, b"late"))
+                found = await loop.sock_recv(client, 100)
+                other = PkNetwork(control_sockets=0)
+                stream = await other.connect(listener.address, StreamKind.CONTROL)
+                await stream.send(b"hello")
+                assert await stream.recv() == b"hello"
+                assert found == part(3, FINISHED)
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(0.2):
+                        await loop.sock_recv(client, 100)
+                await other.close()
+
+    run(test)
 
 
 def test_streams_beyond_the_bound_of_a_listener_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:

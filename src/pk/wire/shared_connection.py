@@ -25,8 +25,8 @@ Rules
       takes frames all the same: if both ends waited for room, neither would make any.  After a
       stream beyond the share of its connection the server takes no frame for a moment, either.
   N18 The client begins no stream on a connection on which nothing has arrived for `patience_ms`
-      since it sent something.  The next stream gets a connection of its own, whose opening tells
-      whether the peer hangs or only this connection.
+      since an earlier stream began.  The next stream gets another connection, whose opening tells
+      whether the peer hangs or only the first connection.
 """
 
 from __future__ import annotations

@@ -61,9 +61,9 @@ class StreamQuotas(Generic[S, C]):
 
     def hear(self, stream: S) -> None:
         """Note that something arrived on a stream; idempotent."""
-        connection = self._silent.pop(stream, None)
-        if connection is None:
+        if stream not in self._silent:
             return
+        connection = self._silent.pop(stream)
         own = self._of[connection]
         del own[stream]
         if not own:

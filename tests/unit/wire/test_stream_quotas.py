@@ -38,6 +38,15 @@ def test_what_has_arrived_protects_a_stream() -> None:
     assert len(quotas) == 50
 
 
+def test_streams_of_a_connection_that_is_gone_are_kept_apart_from_none() -> None:
+    """A grpc connection may have ended before its stream begins: it is then None."""
+    quotas: StreamQuotas[int, str | None] = StreamQuotas(100, 1)
+    assert quotas.begin(1, None) is None
+    quotas.hear(1)
+    assert quotas.begin(2, None) is None
+    assert quotas.begin(3, None) == 2
+
+
 @given(
     st.lists(
         st.tuples(st.sampled_from(["begin", "hear", "end"]), st.integers(0, 30), st.integers(0, 4))
