@@ -17,7 +17,9 @@ Invariants
       The other replica had the range before it was damaged, or begins above it, because no replica
       copies a damaged batch.
   N4  Missing files at the front of a log are damage if the table does not have their records.
-      While that is not known, readers wait and no range is reported as lost.
+      While that is not known, readers wait and no range is reported as lost.  A follower that
+      has less than the present files waits, too: it would begin above the missing range (R5),
+      join the ISR, and hide that the range is lost.
 """
 
 from __future__ import annotations

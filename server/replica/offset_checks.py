@@ -1,4 +1,4 @@
-"""Checks of offsets in a partition that this broker leads: its own, and those that readers ask for.
+"""Checks of offsets in a partition that this broker leads: its own, and those that are asked for.
 
 Pure.
 """
@@ -48,4 +48,13 @@ def check_position(partition: str, leader: Leader, log_start: Offset, offset: Of
         raise errors.OffsetOutOfRange(
             f"{partition}: offset {offset} is above the log end {leader.log_end}",
             log_end=str(leader.log_end),
+        )
+
+
+def check_front(partition: str, log: PartitionLog) -> None:
+    """Raise unless a follower may begin where the log's first segment begins (corruption N4)."""
+    if log.absent is not None:
+        raise errors.OffsetNotAvailable(
+            f"{partition}: the segment files of offsets {log.absent} are gone here, and whether the "
+            "table has these offsets is not known yet"
         )

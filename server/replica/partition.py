@@ -38,7 +38,7 @@ from pk.server.replica.deletions import Deletions
 from pk.server.replica.directory_writer import LogDirWriter, Round
 from pk.server.replica.host import Host
 from pk.server.replica.leader import ACKS_ALL, Leader
-from pk.server.replica.offset_checks import check_position, offset_violations
+from pk.server.replica.offset_checks import check_front, check_position, offset_violations
 from pk.server.replica.state import IllegalTransition, ReplicaEvent, ReplicaState
 from pk.server.replica.tier_state import TierState, known_below, tier_has_what_left
 from pk.server.replica.watchers import Credit, EndWatcher, Follows, MarkerListener, Watcher
@@ -262,10 +262,7 @@ class Partition:
             self._settle(delayed, leader)
 
     def _settle(self, delayed: DelayedProduce, leader: Leader) -> None:
-        """Answer a delayed produce whose batch is WRITTEN, or park it for the watermark.
-
-        Only acks=all waits for the watermark.
-        """
+        """Answer a delayed produce whose batch is WRITTEN; acks=all waits for the watermark."""
         if delayed.sink is None:
             return
         if delayed.acks != ACKS_ALL or leader.high_watermark > delayed.last_offset:
@@ -592,9 +589,12 @@ class Partition:
         """Return where this log diverges from a follower's log; None = nowhere.
 
         The follower's log ends at `offset`, and its last record has `last_epoch`.  C8 also counts.
+        Raises `OffsetNotAvailable` while it is not known where the log begins (corruption N4).
         """
         log, first = self.log, self.log.first_offset
         found = find_divergence(log.epochs, first, log.written_end, last_epoch, offset)
         if found is None and log.cleaned.hides_from(offset, forgotten_end):
-            return StartAt(first)
+            found = StartAt(first)
+        if isinstance(found, StartAt):
+            check_front(str(self), log)
         return found

@@ -72,10 +72,13 @@ def test_a_coordinator_without_enough_replicas_names_them(tmp_path: Path) -> Non
         until(lambda: len(replicas().isr) == 3, "three replicas")
         described = replicas()
         down = [each for each in described.replicas if each != described.leader]
-        (made,) = admin.create_topics(
-            [NewTopic("t", replica_assignment=[[described.leader]] * 2)], timeout_s=WAIT_S
-        )
-        assert made.error is None
+        same = [described.leader, *down]
+        topics = [
+            NewTopic("t", replica_assignment=[[described.leader]] * 2),
+            NewTopic("probe", 1, {"min_insync_replicas": 2}, replica_assignment=[same]),
+        ]
+        made = admin.create_topics(topics, timeout_s=WAIT_S)
+        assert [each.error for each in made] == [None, None]
         producer.begin_transaction()
         for partition in range(2):
             producer.send("t", b"open", partition=partition)
@@ -83,6 +86,8 @@ def test_a_coordinator_without_enough_replicas_names_them(tmp_path: Path) -> Non
         for each in down:
             cluster.kill(each)
         until(lambda: list(replicas().isr) == [described.leader], "the controllers see no death")
+        # A commit that the coordinator appends before it knows of the deaths waits without a word.
+        until(lambda: _is_refused(cluster.address, "probe"), "the leader sees no death")
         with pytest.raises(errors.RequestTimedOut, match="call commit_transaction again") as raised:
             producer.commit_transaction()
         assert "1 in-sync replicas, 2 are required" in str(raised.value)
@@ -90,6 +95,14 @@ def test_a_coordinator_without_enough_replicas_names_them(tmp_path: Path) -> Non
         cluster.start_nodes(down)
         until(lambda: _commits(producer), "no outcome")
         until(lambda: values(cluster.address, "t") == [b"open"] * 2, "not whole")
+
+
+def _is_refused(address: str, topic: str) -> bool:
+    """The leader of the topic's partition knows that in-sync replicas are missing."""
+    options = {"delivery_timeout_ms": 2_000, "request_timeout_ms": 1_000}
+    with Producer(address, **options) as probe:
+        problem = probe.send(topic, b"probe", partition=0).exception(WAIT_S)
+    return problem is not None and "1 in-sync replicas, 2 are required" in str(problem)
 
 
 def _in_service(producer: Producer) -> bool:

@@ -9,8 +9,10 @@ import pytest
 
 from pk import errors
 from pk.log.damage import missing_in_front
+from pk.log.divergence import StartAt
 from pk.server.replica.corruption import LATE_READS_MS
 from pk.server.replica.tier_state import tier_has_what_left
+from pk.types import NONE
 from pk.wire import pk_pb2 as wire
 from pk.world import StreamKind
 
@@ -438,7 +440,7 @@ def test_the_table_is_asked_before_missing_files_are_called_lost(
     rig: Any, kit: Any, warnings: Any, table_end: int
 ) -> None:
     """replica/corruption N4: covered records are read from the table; until the tier has answered,
-    readers of the range try again.
+    readers of the range try again, and a follower without the range does not begin above it.
     """
 
     async def story() -> None:
@@ -448,8 +450,13 @@ def test_the_table_is_asked_before_missing_files_are_called_lost(
         assert (partition.log.absent, partition.log.damage) == (missing_in_front(0, 1), [])
         assert (partition.log.local_log_start, partition.log.tiered_end) == (1, 0)
         assert partition.violations() == []
+        with pytest.raises(errors.OffsetNotAvailable, match=r"offsets \[0, 1\)"):
+            partition.find_divergence(NONE, 0, None)
+        assert partition.find_divergence(0, 2, None) is None
         await reported(rig, kit, table_end)
         assert partition.log.absent is None
+        begin = partition.find_divergence(NONE, 0, None)
+        assert begin == (None if table_end == 0 else StartAt(1))
         if table_end == 0:
             assert [each[:2] for each in partition.log.damage] == [(0, 1)]
             assert (partition.log.local_log_start, partition.log.tiered_end) == (0, 0)
