@@ -52,9 +52,9 @@ def check_position(partition: str, leader: Leader, log_start: Offset, offset: Of
 
 
 def check_front(partition: str, log: PartitionLog) -> None:
-    """Raise unless a follower may begin where the log's first segment begins (corruption N4)."""
+    """Raise unless a follower may begin at the log's first segment (replica/corruption N4)."""
     if log.absent is not None:
         raise errors.OffsetNotAvailable(
-            f"{partition}: the segment files of offsets {log.absent} are gone here, and whether the "
-            "table has these offsets is not known yet"
+            f"{partition}: the segment files of offsets {log.absent} are gone here, and it is not "
+            "known yet whether the table has these offsets"
         )

@@ -589,7 +589,7 @@ class Partition:
         """Return where this log diverges from a follower's log; None = nowhere.
 
         The follower's log ends at `offset`, and its last record has `last_epoch`.  C8 also counts.
-        Raises `OffsetNotAvailable` while it is not known where the log begins (corruption N4).
+        Raises `OffsetNotAvailable` while nothing says where the log begins (replica/corruption N4).
         """
         log, first = self.log, self.log.first_offset
         found = find_divergence(log.epochs, first, log.written_end, last_epoch, offset)
