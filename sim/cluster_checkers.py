@@ -185,6 +185,8 @@ class _Replica:
     era: int
     compared: Offset = 0  #: local batches below it were compared with the committed ones
     high_watermark: Offset = NONE
+    #: the high watermark that its process found on its disk; NONE = the first process that was seen
+    found_watermark: Offset = NONE
     leader_epoch: int = NONE
 
 
@@ -228,6 +230,8 @@ class ReplicaCheck:
                 for member, end in s.isr_ends:
                     words = "HW is above the end {} of {}: {}"
                     require(s.high_watermark <= end, "V13", words, end, member, s)
+        if s.life != seen.life:
+            seen.found_watermark = s.high_watermark
         seen.life, seen.leader_epoch = s.life, s.leader_epoch
         seen.high_watermark = s.high_watermark
         if not s.current or s.leader_epoch == NONE:
@@ -235,7 +239,10 @@ class ReplicaCheck:
         upto = s.high_watermark
         if not s.leads and history.cut_epoch != NONE:
             # Its HW may come from a leader before the cut.  That holds in later epochs, too: a
-            # broker that dies while it begins its log again finds its old log and HW.
+            # broker that dies while it begins its log again finds its old log and HW, and the new
+            # leader's log may have passed that HW since.
+            if s.high_watermark == seen.found_watermark:
+                return 0, 0
             upto = min(upto, history.led_end)
         return max(seen.compared, s.local_log_start), upto
 

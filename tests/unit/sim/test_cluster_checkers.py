@@ -180,6 +180,27 @@ def test_what_a_leader_before_the_loss_told_is_committed_no_more() -> None:
         check.check(replica(1, leads=True, leader_epoch=2, log_end=6))
 
 
+def test_what_a_process_finds_on_its_disk_after_a_loss_was_told_before_it() -> None:
+    """The leader's log passes the watermark of a replica that died while it began its log again."""
+    oracle, check = led()
+    check.check(replica(3, high_watermark=8))
+    oracle.era_ends(*KEY, 0.0)
+    leader = replica(2, leads=True, leader_epoch=1, log_end=5, high_watermark=5)
+    check.check(leader)
+    check.check(replace(leader, log_end=12, high_watermark=12))
+    check.committed(KEY, 2, [Mark(0, 5, 0, 1), Mark(5, 12, 1, 2)])
+    check.check(replace(leader, leader_epoch=2, log_end=12, high_watermark=12))
+    check.given_up(3, KEY)
+    died = replica(3, life=2, leader_epoch=2, high_watermark=8)
+    assert check.check(died) == (0, 0)
+    assert check.check(died) == (0, 0), "it has not heard from the leader yet"
+    assert check.check(replace(died, high_watermark=5)) == (0, 5)
+    assert check.check(replace(died, log_end=12, high_watermark=12)) == (0, 12)
+    check.committed(KEY, 3, [Mark(0, 5, 0, 1)])
+    with pytest.raises(Violation, match="broker 3 has"):
+        check.committed(KEY, 3, [Mark(5, 8, 0, 1)])
+
+
 def test_a_replica_that_died_on_the_way_gives_up_once_more_what_its_era_cost() -> None:
     oracle, check = led()
     check.check(replica(2, high_watermark=8))
