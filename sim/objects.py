@@ -164,6 +164,11 @@ class SimObjects:
         state = self.tables.state(f"{self.url}/{layout.table_path(topic, topic_id)}")
         return None if state is None else state.versions[-1]
 
+    def covered(self) -> int:
+        """Return how many offsets all tables cover together."""
+        newest = (state.versions[-1] for state in self.tables.states.values())
+        return sum(each.end for version in newest for each in version.counters.values())
+
     def row_sum(self, topic: str, topic_id: TopicId, paths: Iterable[str]) -> int:
         """Return the sum of the row hashes of files of a table, modulo 2^63."""
         total, home = 0, layout.table_path(topic, topic_id)

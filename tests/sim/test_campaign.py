@@ -20,6 +20,7 @@ import pytest
 
 import pk.sim
 from pk.sim.campaign import Run, RunResult
+from pk.sim.checkers import Violation
 from pk.sim.long import MET, run_seed, verdict
 from pk.sim.options import BROKER, CHORES, CONTROLLER, FAULTS, SimOptions, TopicPlan, drawn
 from pk.sim.world import SimWorld
@@ -92,6 +93,23 @@ def test_power_losses_without_flush_cost_a_suffix_at_most() -> None:
     options = SimOptions(topics=plans, faults=("power",), chores=(), fault_ms=SHORT_MS)
     report = held(Run(3, options).execute())
     assert report.faults["power"] >= 1
+
+
+@pytest.mark.parametrize(("rule", "end_ms"), [("V22", 1_000), ("liveness", 3_000)])
+def test_the_wait_for_tables_ends_when_they_stand_still(
+    rule: str, end_ms: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tables cover one more offset in each of the first two seconds."""
+    run = Run(1, SimOptions(topics=(), faults=(), chores=()))
+
+    def covered() -> int:
+        return min(round(run.world.loop.now_us / 1e6), 2)
+
+    monkeypatch.setattr(run.cluster.store, "covered", covered)
+    with pytest.raises(Violation, match=f"{rule}: tables: not within 1000 ms: behind"):
+        run.world.run(run._until("tables", lambda: "behind", 1_000, rule))
+    assert run.world.loop.now_us / 1000 == pytest.approx(end_ms, abs=200)
+    run.world.close()
 
 
 CODE = """
