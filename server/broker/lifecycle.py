@@ -3,10 +3,10 @@
 World-generic.  Of several controllers one is active; the others refuse and name it.  The broker
 asks one after another (controller_search.py) until a controller registers it, and stays with this
 controller while it answers heartbeats.  The stream on which a broker registered is its liveness
-stream (rule R7).  While heartbeats on it are answered, the broker has *contact*.  When the stream
-breaks, the broker reconnects with jittered back-off and registers again under the same incarnation
-id.  Without contact for `broker_session_timeout_ms` it may have been fenced without knowing (rule
-R6).
+stream (rule R7).  While heartbeats on it are answered and the broker is not fenced, the broker has
+*contact*.  When the stream breaks, the broker reconnects with jittered back-off and registers again
+under the same incarnation id.  Without contact for `broker_session_timeout_ms` it may have been
+fenced without knowing (rule R6).
 
 Timeouts: a new active controller waits at least three quarters of a session timeout before it
 fences a broker.  A silent controller (stopped, or unreachable) is left after a quarter of that
@@ -21,6 +21,9 @@ Invariants
       of the broker continues.
   K6  Once the link has started, only registration and heartbeats move it to another controller.
       Any other call that times out or is refused only causes an early heartbeat.
+  K7  A fenced broker has no contact.  Other brokers may lead its partitions, and it is unfenced
+      only after it has reacted to this (rule Q2).  So neither a registration nor the reply to a
+      fenced broker's heartbeat renews contact.
 """
 
 from __future__ import annotations
@@ -313,7 +316,6 @@ class BrokerLifecycleManager:
     async def _register(self) -> None:
         who = self.identity
         self._broken = False
-        sent_ms = self._world.clock.monotonic_ms()
         frame = await self._ask(
             wire.RegisterBrokerRequest(
                 broker_id=who.node_id,
@@ -336,7 +338,6 @@ class BrokerLifecycleManager:
         # cache.
         who.clean_shutdown = True
         who.previous_broker_epoch = self.broker_epoch
-        self._renew_contact(sent_ms)
         self._search.found()
         self._lost = False
         self._say("registered", controller=self.address, broker_epoch=self.broker_epoch)
@@ -344,7 +345,7 @@ class BrokerLifecycleManager:
             self._registered.set()
 
     def _renew_contact(self, sent_ms: int) -> None:
-        """Extend contact, after the request that was sent at `sent_ms` was answered (K2)."""
+        """Extend contact, after the heartbeat that was sent at `sent_ms` was answered (K2, K7)."""
         if self._contact_ms is not None:
             self._on_contact(self._world.clock.monotonic_ms() - self._contact_ms)
         self._contact_ms = sent_ms
@@ -374,11 +375,12 @@ class BrokerLifecycleManager:
                 self._patience_ms(),
                 registered=True,
             )
-            self._renew_contact(sent_ms)
             if clock.monotonic_ms() - sent_ms < self._session_timeout_ms // 8:
                 self._search.steady()
             self._offline_acknowledged(offline)
             reply = frame.head.broker_heartbeat_reply
+            if not reply.fenced:
+                self._renew_contact(sent_ms)
             if reply.fenced != self.fenced:
                 self._say("fenced" if reply.fenced else "unfenced", broker_epoch=self.broker_epoch)
             self.fenced, self.caught_up = reply.fenced, reply.caught_up

@@ -132,10 +132,11 @@ def heartbeat(image: MetadataImage, rules: Rules, command: Heartbeat) -> Out:
     broker = registered(image, request.broker_id, request.broker_epoch)
     who = broker.broker_id
     caught_up = request.metadata_offset >= broker.broker_epoch
+    knows = request.metadata_offset >= broker.changed_offset  # that it was fenced: who leads now
     reply = wire.BrokerHeartbeatReply(fenced=broker.fenced, caught_up=caught_up)
     drains = request.want_shutdown and broker.available
     fences = request.want_fence and not request.want_shutdown and not broker.fenced
-    unfences = broker.fenced and caught_up and not (request.want_fence or request.want_shutdown)
+    unfences = broker.fenced and knows and not (request.want_fence or request.want_shutdown)
     cluster = LeaderEligibility(
         image,
         command.reports,
@@ -158,8 +159,7 @@ def heartbeat(image: MetadataImage, rules: Rules, command: Heartbeat) -> Out:
         batch.all_of(who, _arrives(who, offline))
     else:
         if request.want_shutdown:
-            seen = request.metadata_offset >= broker.changed_offset
-            reply.may_shut_down = broker.fenced or seen
+            reply.may_shut_down = broker.fenced or knows
         _news(batch, who, offline, command.retry)
         _name_directories(batch, broker, request)
     for key in wanted(image, command.reports, who, command.unclean) if caught_up else ():

@@ -81,7 +81,7 @@ class BrokerMetrics:
         )
         self.starts_anew = counter("log_starts_anew_total", "logs begun anew where a leader's do")
         self.fetch_breaks = counter("replica_stream_breaks_total", "streams to leaders that ended")
-        self.in_contact = gauge("controller_contact", "1 = the controller answers heartbeats")
+        self.in_contact = gauge("controller_contact", "1 = not fenced, and heartbeats are answered")
         self.contact_age = metrics.histogram(
             "controller_contact_age_ms",
             "age of the last answered heartbeat when the next one was answered",
