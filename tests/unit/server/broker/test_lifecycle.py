@@ -396,6 +396,33 @@ def test_the_age_of_contact_counts_from_the_sending_of_what_was_answered(make: A
     assert lifecycle._contact_ms < now_ms, "the answer took its time: contact is older than this"
 
 
+def test_a_broker_that_was_fenced_has_no_contact_before_it_knows(make: Any) -> None:
+    """broker/lifecycle K7: it registers again before it has heard who leads by now."""
+    cluster = make(3)
+    cluster.start()
+    cluster.create("one")
+    lifecycle, publisher = cluster.broker.core.lifecycle, cluster.broker.core.publisher
+    for each in IDS:
+        cluster.cut(each, f"b{BROKER}")
+    cluster.sim.loop.run_for_ms(20_000)
+    assert cluster.fenced()
+    assert not lifecycle.in_contact()
+    known = cluster.controllers[cluster.active()].machine.image.brokers[BROKER].changed_offset
+    assert publisher.reacted < known
+    for each in IDS:
+        cluster.sim.network.heal(f"c{each}", f"b{BROKER}")
+    registered: list[int] = []
+
+    def back() -> bool:
+        if lifecycle._registered.is_set():
+            registered.append(publisher.reacted)
+        return lifecycle.in_contact()
+
+    cluster.sim.run_until(back)
+    assert registered[0] < known <= registered[-1]
+    assert not cluster.fenced()
+
+
 def test_a_broker_starts_though_the_first_addresses_are_silent(make: Any) -> None:
     cluster = make(6)
     for n in IDS:
