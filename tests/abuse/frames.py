@@ -148,7 +148,8 @@ async def _announce(address: str, size: int, sent: int) -> str:
                 with contextlib.suppress(ConnectionError):
                     for at in range(0, sent, MIB):
                         writer.write(bytes(min(MIB, sent - at)))
-                        await asyncio.wait_for(writer.drain(), 30)
+                        async with asyncio.timeout(30):
+                            await writer.drain()
         return "no refusal"
     except TimeoutError:
         return "not read"
@@ -161,12 +162,17 @@ async def _announce(address: str, size: int, sent: int) -> str:
 def _streams(address: str, count: int, size: int, sent: int, rest_s: float) -> dict[str, int]:
     """Open `count` streams at once; return what happened to them."""
 
+    async def one() -> str:
+        # not `wait_for`: up to Python 3.11 it may lose the cancellation, and wait for ever
+        try:
+            async with asyncio.timeout(rest_s):
+                return await _announce(address, size, sent)
+        except TimeoutError:
+            return "open"
+
     async def main() -> list[str]:
         async with asyncio.timeout(240):
-            several = [
-                asyncio.wait_for(_announce(address, size, sent), rest_s) for _ in range(count)
-            ]
-            found = await asyncio.gather(*several, return_exceptions=True)
+            found = await asyncio.gather(*(one() for _ in range(count)), return_exceptions=True)
         return ["open" if isinstance(each, BaseException) else each for each in found]
 
     found = asyncio.run(main())

@@ -107,10 +107,10 @@ def test_offsets_reach_the_tier_and_are_read_back_after_a_kill(tmp_path: Path) -
         wanted[PLACES[0]] = 9
         until(copied(tier, "c", wanted), "the transaction is committed")
 
+        before_epoch = read(tier, "c")[copy.partition].name.leader_epoch
         server.kill()
         server.start()
         assert copied(tier, "c", wanted)(), "a kill loses no copy"
-        before_epoch = read(tier, "c")[copy.partition].name.leader_epoch
         until(copied(tier, "c", commits(server.address, 12)), "the next coordinator goes on")
         newest = read(tier, "c")[copy.partition]
         assert newest.name.leader_epoch > before_epoch
