@@ -132,7 +132,8 @@ def heartbeat(image: MetadataImage, rules: Rules, command: Heartbeat) -> Out:
     broker = registered(image, request.broker_id, request.broker_epoch)
     who = broker.broker_id
     caught_up = request.metadata_offset >= broker.broker_epoch
-    knows = request.metadata_offset >= broker.changed_offset  # that it was fenced: who leads now
+    # The broker has reacted to the record that fenced it, and to the elections before this record.
+    knows = request.metadata_offset >= broker.changed_offset
     reply = wire.BrokerHeartbeatReply(fenced=broker.fenced, caught_up=caught_up)
     drains = request.want_shutdown and broker.available
     fences = request.want_fence and not request.want_shutdown and not broker.fenced
