@@ -188,6 +188,8 @@ class _Replica:
     #: the high watermark that its process found on its disk; NONE = the first process that was seen
     found_watermark: Offset = NONE
     leader_epoch: int = NONE
+    #: (life, first offset) of the log that its process began again, until a sample shows that log
+    begun: tuple[int, Offset] | None = None
 
 
 @dataclass(slots=True)
@@ -217,6 +219,7 @@ class ReplicaCheck:
         seen = self._replicas.get((s.key, s.broker))
         if seen is None:
             seen = self._replicas[s.key, s.broker] = _Replica(s.life, era)
+        self._begun_log(s, seen)
         if s.log_end < seen.compared:
             words = "cut below what was committed, {}: {}"
             require(s.hit or era > seen.era, "V14", words, seen.compared, s)
@@ -245,6 +248,16 @@ class ReplicaCheck:
                 return 0, 0
             upto = min(upto, history.led_end)
         return max(seen.compared, s.local_log_start), upto
+
+    def _begun_log(self, s: ReplicaSample, seen: _Replica) -> None:
+        """Expect the old log or none if the process died while it began its log again."""
+        if seen.begun is None:
+            return
+        life, offset = seen.begun
+        if s.life != life:
+            seen.compared = 0
+        if s.life != life or s.local_log_start >= offset:
+            seen.begun = None
 
     def _check_leader(self, s: ReplicaSample, history: _History, era: int) -> None:
         end, history.led_end = history.log.end, s.log_end
@@ -290,6 +303,12 @@ class ReplicaCheck:
         seen = self._replicas.get((key, broker))
         if seen is not None:
             seen.compared = 0
+
+    def begun_again(self, broker: NodeId, key: PartitionKey, offset: Offset) -> None:
+        """Note that a replica begins its log again at this offset, as its leader tells it (R5)."""
+        seen = self._replicas.get((key, broker))
+        if seen is not None:
+            seen.begun = seen.life, offset
 
     def forget(self, broker: NodeId, key: PartitionKey | None = None) -> None:
         """Forget the replicas of a broker whose disk is lost, or one replica that moved away."""

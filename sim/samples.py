@@ -285,6 +285,8 @@ class Observer:
     def _begun_anew(self, machine: SimMachine, told: dict[str, object]) -> None:
         partition = str(told["partition"])
         self._begun[machine.node_id, partition] = None
+        for key in self._called(partition):
+            self.replicas.begun_again(machine.node_id, key, int(str(told["offset"])))
         if any(key in self._cleaned for key in self._called(partition)):  # rule C8
             self.given_up(machine, partition)
 

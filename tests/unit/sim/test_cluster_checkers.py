@@ -215,6 +215,24 @@ def test_a_replica_that_died_on_the_way_gives_up_once_more_what_its_era_cost() -
         check.check(replica(2, log_end=5, life=2))
 
 
+def test_a_log_may_be_found_empty_only_if_its_process_died_while_it_began_it_again() -> None:
+    def begun() -> ReplicaCheck:
+        _, check = led()
+        check.check(replica(2, high_watermark=8))
+        check.committed(KEY, 2, [Mark(0, 8, 0, 1)])
+        check.begun_again(2, KEY, 9)
+        return check
+
+    empty = replica(2, log_end=0, current=False)
+    begun().check(replace(empty, life=2))
+    with pytest.raises(Violation, match="cut below"):
+        begun().check(empty)
+    check = begun()
+    check.check(replica(2, local_log_start=9, log_end=9))
+    with pytest.raises(Violation, match="cut below"):
+        check.check(replace(empty, life=2))
+
+
 def strike(promise: LossModel, broker: int, *, disk: bool = False) -> None:
     promise.hit(
         broker,
