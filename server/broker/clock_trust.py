@@ -25,9 +25,13 @@ How a doubt ends
   | AHEAD        | the clock is set right     | –            | –                     | yes        |
 
 *Agreement* means that this clock is at the median, and so is the clock of a *witness*.  A witness
-is another node that trusts its own clock, or whose process has run since before this broker's last
-run.  In a cluster that was restarted as a whole the clocks agree, but no node is a witness: every
-broker waits for the grace.
+is another node that trusts its own clock, or whose process has run, without its clock being set,
+since before this broker's last run.  In a cluster that was restarted as a whole, or whose clocks
+were set together, the clocks agree, but no node is a witness: every broker waits.
+
+Whether another process began before the last run is decided by CLOCK_BOOTTIME, because by a clock
+that is behind it would seem to.  The last run of another boot was before this boot, and is compared
+by the wall clocks, too; then a clock that is before the last run is no witness's.
 
 The grace does not end while a witness's clock differs, or while no clocks of the cluster are
 received.
@@ -50,10 +54,9 @@ from typing import NamedTuple
 
 from pk.clock import MedianTime
 from pk.log.last_run import LastRun
+from pk.running_since import SLEW_MS
 from pk.types import NodeId
 
-#: Between two observations, a slewed clock may differ by up to this from CLOCK_BOOTTIME.
-SLEW_MS = 500
 #: A reply that took longer measures the other nodes' clocks too inaccurately.
 DELAY_MAX_MS = 5_000
 
@@ -74,7 +77,8 @@ class Sample(NamedTuple):
     node_id: NodeId
     line_ms: int  #: its wall clock − CLOCK_BOOTTIME of this node
     trusted: bool  #: by the node itself
-    running_since_ms: int = 0  #: start of its process, by its wall clock; 0 = not reported
+    #: since when its process has run and its clock was not set, by that clock; 0 = not reported
+    running_since_ms: int = 0
 
 
 class Limits(NamedTuple):
@@ -100,7 +104,6 @@ class ClockTrust:
         self._line_ms = wall_ms - boottime_ms
         self._now_ms = boottime_ms  #: CLOCK_BOOTTIME at the last look
         self._true_line_ms = self._line_ms  #: the line when the clock was last trusted
-        self.running_since_ms = wall_ms
         self.stepped_ms = 0  #: the sum of the jumps seen since the clock was last accepted
         self._own = Doubt.NONE  #: START or STEP
         self._ahead = False  #: ahead of the median, by the last samples that counted
@@ -109,6 +112,7 @@ class ClockTrust:
         self._expected_line: tuple[int, int] | None = None  #: where the last run allows the line
         self._grace_ends_ms = 0
         self._last_trusted_ms: int | None = None  #: wall clock of the last run
+        self._last_trusted_boottime_ms: int | None = None  #: None = not in this boot
         self._appended_ms: int | None = None
         self._keep_producers_ms = 0  #: W3: until then by CLOCK_BOOTTIME
         self._samples: dict[NodeId, Sample] = {}
@@ -137,6 +141,7 @@ class ClockTrust:
         self._last_trusted_ms = last.wall_ms
         if boot_id and last.boot_id == boot_id:
             line = last.wall_ms - last.boottime_ms
+            self._last_trusted_boottime_ms = last.boottime_ms
             self._expected_line = (line - tolerance, line + tolerance)
         else:
             line = last.wall_ms - self._now_ms
@@ -167,6 +172,7 @@ class ClockTrust:
         if self.doubt is not Doubt.NONE:
             return False
         self._true_line_ms, self._last_trusted_ms = line_ms, wall_ms
+        self._last_trusted_boottime_ms = boottime_ms
         if self._doubted:
             self._doubted = False
             self._keep_producers_ms = boottime_ms + self._limits.producer_expiration  # W3
@@ -243,8 +249,17 @@ class ClockTrust:
             self._accept()
 
     def _is_witness(self, sample: Sample) -> bool:
-        since, last = sample.running_since_ms, self._last_trusted_ms
-        return sample.trusted or (last is not None and 0 < since <= last)
+        return sample.trusted or (bool(sample.running_since_ms) and self._ran_before(sample))
+
+    def _ran_before(self, sample: Sample) -> bool:
+        """Whether its process has run since before the last run, its clock unchanged."""
+        began_ms = sample.running_since_ms - sample.line_ms + DELAY_MAX_MS  # CLOCK_BOOTTIME
+        if self._last_trusted_boottime_ms is not None:
+            return began_ms <= self._last_trusted_boottime_ms
+        last_ms, expected = self._last_trusted_ms, self._expected_line
+        if last_ms is None or expected is None or sample.line_ms < expected[0]:
+            return False
+        return began_ms <= 0 and sample.running_since_ms <= last_ms
 
     # -- what is known -----------------------------------------------------------------------------
 

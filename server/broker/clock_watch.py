@@ -18,7 +18,8 @@ from pk.log.directory import Directory
 from pk.log.last_run import LastRun
 from pk.log.manager import LogManager
 from pk.log.plan import Now
-from pk.server.broker.clock_trust import DELAY_MAX_MS, SLEW_MS, ClockTrust, Doubt, Limits, Sample
+from pk.running_since import SLEW_MS, RunningSince
+from pk.server.broker.clock_trust import DELAY_MAX_MS, ClockTrust, Doubt, Limits, Sample
 from pk.server.controller.reports import CLOCK_OFF
 from pk.server.metadata.cache import MetadataCache
 from pk.server.replica.context import Environment
@@ -48,7 +49,7 @@ class ClockWatch:
         )
         now = self._clock.wall_ms(), self._clock.boottime_ms()
         self._limits = limits
-        self._began_ms = now[1]
+        self._running_since = RunningSince(self._clock)
         self.trust = ClockTrust(env.node_id, limits, *now)
         self._said = Doubt.NOT_COMPARED  #: the doubt that was logged last
 
@@ -98,7 +99,7 @@ class ClockWatch:
             wall_ms=wall_ms,
             trusted=trust.doubt is Doubt.NONE,
             doubt=trust.doubt.value,
-            running_since_ms=wall_ms - (self._clock.boottime_ms() - self._began_ms),
+            running_since_ms=self._running_since(),
         )
 
     def heartbeat_answered(self, reply: wire.BrokerHeartbeatReply, sent_ms: int) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from pk.clock import MedianTime
 from pk.log.last_run import LastRun
+from pk.running_since import RunningSince
 from pk.server.broker.clock_trust import ClockTrust, Doubt, Limits, Sample
 
 SECOND, HOUR, DAY = 1_000, 3_600_000, 86_400_000
@@ -15,6 +16,25 @@ LIMITS = Limits(
     step_max=60 * SECOND, gap_max=DAY, grace=HOUR, fresh=6 * SECOND, producer_expiration=DAY
 )
 NOW = 1_800_000_000_000
+
+
+class Clocks:
+    """The clocks of a node, for `RunningSince`."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    async def sleep_ms(self, ms: float) -> None:
+        self._node.passes(int(ms))
+
+    def wall_ms(self) -> int:
+        return self._node.wall_ms
+
+    def boottime_ms(self) -> int:
+        return self._node.boottime_ms
+
+    def monotonic_ms(self) -> int:
+        return self._node.boottime_ms
 
 
 class Node:
@@ -37,6 +57,7 @@ class Node:
         self.wall_ms += off_ms + step_ms
         self.boottime_ms = 50_000 if reboot else self.boottime_ms + off_ms
         self.boot += reboot
+        self.running_since = RunningSince(Clocks(self))
         self.trust = ClockTrust(self.node_id, LIMITS, self.wall_ms, self.boottime_ms)
         self.trust.begin(
             self.last, f"boot-{self.boot}", fresh=self.fresh, appended_ms=self.appended_ms
@@ -62,11 +83,11 @@ class Node:
         self.passes(ms, step_ms=step_ms)
         return self.hears()
 
-    def sees(self, other: Node, *, since_ms: int = 0) -> Sample:
+    def sees(self, other: Node) -> Sample:
         """Return the clock of another node at this very moment."""
         line_ms = other.wall_ms - self.boottime_ms
         trusted = other.trust.doubt is Doubt.NONE
-        return Sample(other.node_id, line_ms, trusted, since_ms)
+        return Sample(other.node_id, line_ms, trusted, other.running_since())
 
 
 def running(node_id: int = 1, wall_ms: int = NOW) -> Node:
@@ -317,6 +338,47 @@ def test_a_cluster_that_was_restarted_together_agrees_with_itself_and_waits() ->
         node.start(off_ms=SECOND, reboot=True)
     assert exchange(nodes) == [Doubt.START] * 3
     assert exchange(nodes, HOUR) == [Doubt.NONE] * 3
+
+
+@pytest.mark.parametrize("reboot", [False, True])
+@pytest.mark.parametrize("step_ms", [-6 * 60 * SECOND, -2 * DAY, 2 * DAY])
+def test_no_node_is_a_witness_in_a_cluster_that_was_restarted_with_wrong_clocks(
+    step_ms: int, reboot: bool
+) -> None:
+    """By a clock that is behind, each process began before the last run of the others."""
+    nodes = cluster()
+    for node in nodes:
+        node.start(off_ms=SECOND, reboot=reboot, step_ms=step_ms)
+    assert exchange(nodes) == [Doubt.START] * 3
+    assert exchange(nodes, HOUR // 4) == [Doubt.START] * 3
+    for node in nodes:
+        node.passes(step_ms=-step_ms)
+    assert exchange(nodes) == [Doubt.NONE] * 3
+
+
+@pytest.mark.parametrize("step_ms", [-DAY, DAY])
+def test_nodes_whose_clocks_were_set_together_are_no_witnesses(step_ms: int) -> None:
+    """Neither for each other nor for one that is started again, however long they have run."""
+    nodes = cluster()
+    exchange(nodes, 3 * DAY)
+    for node in nodes:
+        node.passes(SECOND, step_ms=step_ms)
+    assert exchange(nodes) == [Doubt.STEP] * 3
+    nodes[0].start(off_ms=SECOND)
+    assert exchange(nodes) == [Doubt.START, Doubt.STEP, Doubt.STEP]
+
+
+def test_the_time_of_a_process_begins_again_when_its_clock_is_set() -> None:
+    node = Node()
+    began_ms = node.wall_ms
+    for _ in range(10):
+        node.passes(HOUR, step_ms=400)  # slewed
+        node.running_since()
+    assert node.running_since() == began_ms + 10 * 400
+    node.passes(HOUR, step_ms=-DAY)
+    assert node.running_since() == node.wall_ms
+    node.passes(HOUR)
+    assert node.running_since() == node.wall_ms - HOUR
 
 
 def test_two_wrong_ones_do_not_outvote_who_has_run_all_along() -> None:
