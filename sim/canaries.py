@@ -437,6 +437,13 @@ CANARIES: dict[str, Canary | RestoreCanary] = {
         ("clock_jump",), nodes=THREE, fault_ms=8_000, fault_every_ms=(500, 2_000),
         session_ms=6_000, heartbeat_ms=1_500, pace_ms=(500, 1_500),
     ),
+    # All brokers restart with clocks that are behind, and set horizons that have passed once the
+    # clocks are set right.
+    "by a clock that is behind a process is older": Canary(
+        "L10", clock_canaries.older_by_a_wrong_clock, "V28 V29", HOT,
+        ("wrong_start",), nodes=THREE, copies=3, compacted={"delete_retention_ms": "60000"},
+        fault_ms=24_000, fault_every_ms=(3_000, 8_000),
+    ),
     # A full directory has no space for the new names of dropped segments; the next drop takes later
     # segments.
     "a dropped segment that keeps its name": Canary(

@@ -7,7 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 from pk.log.manager import LogManager
-from pk.server.broker.clock_trust import ClockTrust
+from pk.server.broker.clock_trust import ClockTrust, Sample
 from pk.server.controller.active import ActiveController
 from pk.server.controller.clocks import Clocks
 from pk.sim.world import EPOCH_MS
@@ -32,6 +32,16 @@ def believed_after_a_start(stack: ExitStack) -> None:
 
     stack.enter_context(patch.object(ClockTrust, "begin", begin))
     stack.enter_context(patch.object(ClockTrust, "_judge", lambda self: None))
+
+
+def older_by_a_wrong_clock(stack: ExitStack) -> None:
+    """Ask the wall clock, not CLOCK_BOOTTIME, whether a process began before the last run."""
+
+    def ran_before(self: ClockTrust, sample: Sample) -> bool:
+        last_ms = self._last_trusted_ms
+        return last_ms is not None and sample.running_since_ms <= last_ms
+
+    stack.enter_context(patch.object(ClockTrust, "_ran_before", ran_before))
 
 
 def relative_to_the_controllers_wall_clock(stack: ExitStack) -> None:
