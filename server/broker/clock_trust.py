@@ -29,9 +29,10 @@ is another node that trusts its own clock, or whose process has run, without its
 since before this broker's last run.  In a cluster that was restarted as a whole, or whose clocks
 were set together, the clocks agree, but no node is a witness: every broker waits.
 
-Whether another process began before the last run is decided by CLOCK_BOOTTIME, because by a clock
-that is behind it would seem to.  The last run of another boot was before this boot, and is compared
-by the wall clocks, too; then a clock that is before the last run is no witness's.
+CLOCK_BOOTTIME decides whether another process began before the last run, because by a clock that is
+behind every process seems to have begun earlier.  If the last run was in another boot, the process
+must have begun before this boot and, by its wall clock, before the last run; and that wall clock
+must not be before the last run.
 
 The grace does not end while a witness's clock differs, or while no clocks of the cluster are
 received.
