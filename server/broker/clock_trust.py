@@ -254,7 +254,8 @@ class ClockTrust:
 
     def _ran_before(self, sample: Sample) -> bool:
         """Whether its process has run since before the last run, its clock unchanged."""
-        began_ms = sample.running_since_ms - sample.line_ms + DELAY_MAX_MS  # CLOCK_BOOTTIME
+        # by CLOCK_BOOTTIME of this node, and as late as the delay of the sample allows
+        began_ms = sample.running_since_ms - sample.line_ms + DELAY_MAX_MS
         if self._last_trusted_boottime_ms is not None:
             return began_ms <= self._last_trusted_boottime_ms
         last_ms, expected = self._last_trusted_ms, self._expected_line
