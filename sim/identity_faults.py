@@ -209,8 +209,10 @@ def _front_missing(
     """Return whether the machine still has that disk and first segments are missing on it."""
     if machine.storages[DISKS[BROKER]] is not storage:
         return False
+    # Another fault may have taken the identity meanwhile: the broker restores it, and the first
+    # segments stay missing.
     with suppress(errors.LogUnidentified):
-        if identity.decode(storage.peek(f"{path}/{PARTITION_FILE}"), path).key == key:
-            bases = _bases(storage, path)
-            return bool(bases) and _missing_below(storage, key, bases[0]) is not None
-    return False
+        if identity.decode(storage.peek(f"{path}/{PARTITION_FILE}"), path).key != key:
+            return False
+    bases = _bases(storage, path)
+    return bool(bases) and _missing_below(storage, key, bases[0]) is not None
