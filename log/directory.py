@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from pk import errors, formats
 from pk.log import checkpoints, closed_logs_file, identity, last_run, sealed
-from pk.log.identity import IDENTITIES, Identities, Identity, Known
+from pk.log.identity import DISCARDED, IDENTITIES, Identities, Identity, Known
 from pk.log.last_run import LastRun
 from pk.log.storage import Disk, Storage
 from pk.types import METADATA_TOPIC, NONE, Offset, PartitionKey, TopicPartition
@@ -111,6 +111,11 @@ class Directory:
         known = self.identities.get(str(tp))
         named = known is not None and known.identity.topic_id in ("", topic_id)
         return named or any(key in offsets for offsets in self._offsets.values())
+
+    def vouches_for(self, key: PartitionKey, name: str) -> bool:
+        """Whether the second copy says that the directory `name` belongs to this log."""
+        known = self.identities.get(name)
+        return known is not None and known.identity.key == key and known.state != DISCARDED
 
     def register(self, log: Identity) -> None:
         """Note that `log` is served from this directory; the next checkpoint says so (log/identity
@@ -481,18 +486,19 @@ def write_offsets(storage: Storage, name: str, offsets: Mapping[PartitionKey, in
 
 
 def give_up(
-    storage: Storage, path: str, pending_delete: str, key: PartitionKey, *, open_here: bool
+    storage: Storage, path: str, pending_delete: str, key: PartitionKey, *, ours: bool
 ) -> bool:
     """Rename the directory of `key` to `pending_delete`, SYNCED.  False if it is missing or belongs
     to another topic id by now: a job that was queued earlier may have created it.
 
-    `open_here`: this process had the log open, so the directory belongs to it even if its identity
-    was damaged meanwhile.  Otherwise a directory with a damaged identity is kept (rule L15).
+    `ours`: the second copy says that a directory with a damaged or missing identity belongs to
+    `key`.  Otherwise it is kept (rule L15).
     """
     known: Identity | None = None
     with contextlib.suppress(errors.LogUnidentified):
         known = identity.read(storage, path)
-    ours = known.key == key if known is not None else open_here
+    if known is not None:
+        ours = known.key == key
     if not ours or not storage.exists(path):
         return False
     storage.rename(path, pending_delete)

@@ -265,11 +265,16 @@ class LogManager:
         for directory, path, found in self._strays.unknown():
             gone = self.gone(found)
             if gone:
-                await self._discard(directory, path, found.key, STRAY_DELAY_MS, open_here=False)
+                await self._discard(directory, path, found.key, STRAY_DELAY_MS)
+                directory.forget(found.topic_id, found.topic_partition)
             (discarded if gone else kept).append(f"{directory.disk.storage.root}/{path}")
-        for directory in self.directories:
-            stale = [each.identity for each in directory.identities.values()]
-            for each in [each for each in stale if each.key not in self._logs and self.gone(each)]:
+        for directory in [each for each in self.directories if each.failed is None]:
+            for each, _ in [*directory.identities.values()]:
+                if each.key in self._logs or not self.gone(each):
+                    continue
+                path = self._path(str(each.topic_partition))  # it could not be opened
+                if await self._discard(directory, path, each.key, STRAY_DELAY_MS):
+                    discarded.append(f"{directory.disk.storage.root}/{path}")
                 directory.forget(each.topic_id, each.topic_partition)
         return kept, discarded
 
@@ -446,8 +451,7 @@ class LogManager:
         log.retire()
         self.operator_marked.pop(key, None)
         await directory.disk.write(partial(log.close, False))
-        delay_ms = log.config.file_delete_delay_ms
-        await self._discard(directory, log.path, key, delay_ms, open_here=True)
+        await self._discard(directory, log.path, key, log.config.file_delete_delay_ms)
         directory.forget(key.topic_id, log.topic_partition)
 
     async def set_aside(self, tp: TopicPartition, topic_id: str, delay_ms: int) -> None:
@@ -462,25 +466,21 @@ class LogManager:
             return
         for directory in self.directories:
             if directory.failed is None:
-                await self._discard(directory, path, key, delay_ms, open_here=False)
+                await self._discard(directory, path, key, delay_ms)
                 directory.forget(topic_id, tp)
 
     def _pending_delete(self, path: str) -> str:
         return f"{path}.{self._world.new_id()}{identity.DELETING}"
 
     async def _discard(
-        self,
-        directory: Directory,
-        path: str,
-        key: PartitionKey,
-        delay_ms: int,
-        *,
-        open_here: bool,
-    ) -> None:
+        self, directory: Directory, path: str, key: PartitionKey, delay_ms: int
+    ) -> bool:
         storage, pending_delete = directory.disk.storage, self._pending_delete(path)
-        give_up = partial(files.give_up, storage, path, pending_delete, key, open_here=open_here)
-        if await directory.disk.write(give_up):
+        ours = directory.vouches_for(key, path.rpartition("/")[2])
+        give_up = partial(files.give_up, storage, path, pending_delete, key, ours=ours)
+        if given_up := await directory.disk.write(give_up):
             self._tasks.spawn(self._remove_later(directory, pending_delete, delay_ms))
+        return given_up
 
     async def _remove_later(self, directory: Directory, path: str, delay_ms: int) -> None:
         await self._world.clock.sleep_ms(delay_ms)

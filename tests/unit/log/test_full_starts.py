@@ -9,6 +9,7 @@ import pytest
 from pk import errors
 from pk.log import directory
 from pk.log.creation import NewPartition
+from pk.log.identity import PARTITION_FILE
 from pk.types import PartitionKey, TopicPartition
 from tests.unit.log.house import CONFIG, KEY, TP, House, append, run
 
@@ -85,5 +86,63 @@ def test_a_full_disk_keeps_closed_of_what_a_checkpoint_says_too_much() -> None:
         known = directory.read_offsets(storage, directory.HIGH_WATERMARKS)
         assert known[KEY] == outcome.written_end
         await again.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize("loss", ["missing", "damaged"])
+def test_a_full_disk_does_not_leave_a_deleted_log_without_an_identity(loss: str) -> None:
+    """Rule L15: an identity could not be restored for want of space, and the topic is deleted.
+    Only the second copy says whose directory it is, and it must not be in the way of the next one.
+    """
+
+    async def main() -> None:
+        house = House()
+        storage = house.storages[0]
+        manager = await house.opened()
+        await manager.create(TP, "tid", CONFIG)
+        await append(manager, KEY, 3)
+        await manager.close()
+        path = f"topics/t-0/{PARTITION_FILE}"
+        if loss == "missing":
+            storage.lose(path)
+        else:
+            storage.rot(path, 10, 1)
+        again = house.manager()
+        await again.open()
+        storage.capacity = storage.used_bytes()
+        ((_, failure),) = await again.load(lambda topic_id, tp: CONFIG)
+        assert isinstance(failure, errors.StorageFull)
+        again.gone = lambda found: found.topic_id == "tid"
+        kept, discarded = await again.discard_strays()
+        assert (kept, discarded) == ([], ["/d0/topics/t-0"])
+        storage.capacity = None
+        log = await again.create(TP, "new", CONFIG)
+        assert log.log_end == 0
+        await house.clock.advance(0)
+        await house.clock.advance(60_001)
+        assert storage.list("topics") == ["t-0"]
+        await again.close()
+        assert list((await house.opened()).logs()) == [PartitionKey("new", 0)]
+
+    run(main)
+
+
+def test_a_full_disk_does_not_keep_a_damaged_log_from_being_set_aside() -> None:
+    async def main() -> None:
+        house = House()
+        storage = house.storages[0]
+        manager = await house.opened()
+        await manager.create(TP, "tid", CONFIG)
+        await append(manager, KEY, 3)
+        await manager.close()
+        storage.lose(f"topics/t-0/{PARTITION_FILE}")
+        again = house.manager()
+        await again.open()
+        storage.capacity = storage.used_bytes()
+        await again.load(lambda topic_id, tp: CONFIG)
+        await again.set_aside(TP, "tid", 1_000)
+        storage.capacity = None
+        assert (await again.create(TP, "tid", CONFIG)).log_end == 0
 
     run(main)
