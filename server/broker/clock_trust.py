@@ -330,13 +330,14 @@ class ClockTrust:
         if self.doubt is not Doubt.NONE or not self._fresh():
             return None
         trusted = [each.line_ms for each in self._samples.values() if each.trusted]
-        if 2 * (1 + len(trusted)) <= self._brokers:
+        trusted.append(self._line_ms)
+        if 2 * len(trusted) <= self._brokers:
             return None
-        earliest_ms, latest_ms = found = MedianTime.of([self._line_ms, *trusted])
+        earliest_ms, latest_ms = MedianTime.of(trusted)
         tolerance = self.tolerance_ms
         if not earliest_ms - tolerance <= self._line_ms <= latest_ms + tolerance:
             return None
-        return found.plus(wall_ms - self._line_ms)
+        return MedianTime.of(trusted, self._brokers).plus(wall_ms - self._line_ms)
 
     def forget_before_ms(self, wall_ms: int) -> int | None:
         """Return the time by which idle producers expire; None = none may expire now (W3)."""

@@ -112,7 +112,9 @@ class Clocks:
         """
         samples = self.samples(wall_ms, boottime_ms, 0)
         ahead = [each.ahead_ms for each in samples if each.trusted]
-        return MedianTime.of(ahead).plus(wall_ms) if 2 * len(ahead) > brokers else None
+        if 2 * len(ahead) <= brokers:
+            return None
+        return MedianTime.of(ahead, brokers).plus(wall_ms)
 
     def describe(
         self, brokers: list[wire.BrokerDescription], wall_ms: int, boottime_ms: int

@@ -40,18 +40,26 @@ class Clock(Protocol):
 class MedianTime(NamedTuple):
     """The time by the median of several clocks.
 
-    The median of an even number of clocks lies between two of them, and either may be wrong.  So a
-    time that must not come too early is set by the later of the two, and compared with the earlier.
+    The median of an even number of clocks lies between two of them, and either may be wrong.  If
+    some clocks are not known, it lies anywhere from where they are all behind to where they are all
+    ahead.  So a time that must not come too early is set by the later bound, and compared with the
+    earlier one.
     """
 
     earliest_ms: int
     latest_ms: int
 
     @classmethod
-    def of(cls, clocks_ms: Iterable[int]) -> Self:
-        """Return the median of at least one clock."""
+    def of(cls, clocks_ms: Iterable[int], among: int = 0) -> Self:
+        """Return the bounds of the median.
+
+        clocks_ms: the clocks that are known: at least one, and more than half of all
+        among: how many clocks there are; 0 = no others
+        """
         ordered = sorted(clocks_ms)
-        return cls(ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2])
+        among = max(among, len(ordered))
+        unknown = among - len(ordered)
+        return cls(ordered[(among - 1) // 2 - unknown], ordered[among // 2])
 
     def plus(self, later_ms: int) -> Self:
         """Return both times, `later_ms` later."""

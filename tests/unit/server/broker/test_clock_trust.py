@@ -309,6 +309,21 @@ def test_half_of_the_clocks_may_be_wrong_for_what_two_brokers_compare() -> None:
     assert nodes[1].trust.median_time(nodes[1].wall_ms) is None
 
 
+def test_brokers_that_know_different_clocks_agree_on_what_they_compare() -> None:
+    """Rule C4: two of five clocks are behind.  A new controller has heard three brokers so far, and
+    the median of these three is behind, too.
+    """
+    nodes = cluster(5)
+    for behind in nodes[:2]:
+        behind.passes(step_ms=-30 * SECOND)
+    exchange(nodes)
+    right = MedianTime(nodes[4].wall_ms, nodes[4].wall_ms)
+    assert [each.trust.median_time(each.wall_ms) for each in nodes] == [right] * 5
+    exchange(nodes[:3])
+    vague = MedianTime(nodes[0].wall_ms, nodes[2].wall_ms)
+    assert [each.trust.median_time(each.wall_ms) for each in nodes[:3]] == [vague] * 3
+
+
 def test_a_clock_behind_the_others_counts_no_time_that_brokers_compare() -> None:
     """Rule C4: its own clock is trusted, and all others are an hour ahead."""
     nodes = cluster()

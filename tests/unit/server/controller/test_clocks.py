@@ -131,3 +131,16 @@ def test_the_time_is_the_median_of_the_clocks_that_brokers_trust() -> None:
     set_meanwhile = known.trusted_time(WALL + DAY, 0, 1)  # this node's clock
     assert set_meanwhile == MedianTime(WALL + 40, WALL + 40)
     assert known.trusted_time(WALL, 6_001, 3) is None  # the readings are old
+
+
+def test_clocks_that_are_not_known_may_be_behind_or_ahead() -> None:
+    """Rule C4: the median lies between what it is if all the others are behind, or all ahead."""
+    known = clocks()
+    for node, skew in ((1, 0), (2, 40), (3, -70)):
+        tell(known, node, skew)
+    assert known.trusted_time(WALL, 0, 3) == MedianTime(WALL, WALL)
+    assert known.trusted_time(WALL, 0, 4) == MedianTime(WALL - 70, WALL + 40)
+    tell(known, 4, 90)
+    assert known.trusted_time(WALL, 0, 5) == MedianTime(WALL, WALL + 40)
+    tell(known, 5, DAY, trusted=False)
+    assert known.trusted_time(WALL, 0, 5) == MedianTime(WALL, WALL + 40)
