@@ -28,7 +28,9 @@ all acknowledged records.
 `min_insync_replicas` copies need not exist yet: a topic that is created while brokers are down has
 a smaller ISR and acknowledges nothing.  If every copy that ISR and ELR name is then hit, and one of
 them is rotten, the partition also waits for an operator.  No acknowledged record is lost by this,
-and the era goes on.
+and the era goes on.  The same holds where the broker of the last whole copy cannot open it, for
+want of descriptors for example: this copy leaves the ELR, and readers are told of the damage until
+it is in sync again.
 """
 
 from __future__ import annotations
@@ -225,6 +227,8 @@ class LossModel:
                 del rotten[broker]
         if not rotten:
             self._rotten.pop(facts.key, None)
+        elif facts.isr:  # the last whole copy may have left the ELR: its broker cannot open it
+            self._strands_known(facts)
         for broker in facts.replicas if self._left else ():
             damage = self._left.pop((facts.key, broker), [])
             if any(there() for there in damage):

@@ -163,6 +163,16 @@ def test_a_rotten_copy_strands_nobody_while_enough_others_have_their_power() -> 
     assert not kept.stranded, "the same copy"
 
 
+def test_a_rotten_copy_is_the_last_one_while_no_broker_opens_another() -> None:
+    """A broker without descriptors cannot open its copy, which then leaves the ELR (rule L9)."""
+    kept, oracle = promise(flush_on_ack="true", min_insync_replicas="2")
+    kept.rotted(FACTS, 1, lambda: True, 0.0)
+    kept.seen(FACTS._replace(isr=(1,), known=(1, 2)), {})
+    assert not kept.stranded, "2 may come back and lead"
+    kept.seen(FACTS._replace(isr=(1,), known=(1,)), {})
+    assert (kept.eras, list(kept.stranded), list(oracle.stranded)) == (0, [KEY], [KEY])
+
+
 def test_copies_without_power_are_stranded_when_fewer_are_asked_for() -> None:
     kept, oracle = promise(flush_on_ack="true", min_insync_replicas="2")
     oracle.created("t", "id", 1)
