@@ -29,8 +29,8 @@ all acknowledged records.
 a smaller ISR and acknowledges nothing.  If every copy that ISR and ELR name is then hit, and one of
 them is rotten, the partition also waits for an operator.  No acknowledged record is lost by this,
 and the era goes on.  The same holds where the broker of the last whole copy cannot open it, for
-want of descriptors for example: this copy leaves the ELR, and readers are told of the damage until
-it is in sync again.
+want of descriptors for example: this copy leaves the ELR, and readers get DataLoss until it is in
+sync again.
 """
 
 from __future__ import annotations
