@@ -130,6 +130,7 @@ class Checkpointer:
             if same and key not in self._reshaping:
                 directory.recovery_points[key] = point
         await self.write(directory)
+        await directory.write_run()
 
     async def checkpoint_log_starts(self) -> None:
         """Write the log starts of all directories, and where their local logs begin, SYNCED."""

@@ -4,7 +4,7 @@ checkpoints.  It decides no policy.
 | file | content |
 |---|---|
 | pk.json | the owner of the directory, with a checksum (rule L18); written once, at the format |
-| run.json | boot id and broker epoch of the running or last process (rule L3) |
+| run.json | boot id and broker epoch of the running or last process (rule L3), and its torn logs |
 | clean-shutdown | exists only while no process runs and the last one closed properly |
 | recovery-point-offset-checkpoint | topic id, partition, offset: everything below is SYNCED |
 | replication-offset-checkpoint | … high watermark |
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -67,6 +67,10 @@ class Directory:
     previous_broker_epoch: int  #: -1 = no epoch is known
     closed_properly: bool = False
     same_boot: bool = False
+    #: Logs that no process could open since a power loss: their tails may be torn (`ProcessRun`).
+    torn: frozenset[PartitionKey] = frozenset()
+    boot_id: str = ""  #: of this boot, once run.json may name it
+    broker_epoch: int = NONE  #: of this process; NONE = it has not registered
     cluster_id: str = ""
     recovery_points: Offsets = field(default_factory=dict)
     log_starts: Offsets = field(default_factory=dict)
@@ -78,6 +82,7 @@ class Directory:
     identities: Identities = field(default_factory=dict)
     #: The checkpoints as they are on the disk.
     written: dict[str, Mapping[Any, Any]] = field(default_factory=dict)
+    written_run: ProcessRun | None = None  #: what this process has written to run.json
     #: after a clean stop: the line of each log (log/closed_logs); `load` uses them up
     closed_logs: dict[str, str] = field(default_factory=dict)
     failure: Exception | None = None  #: the error that kept the directory from being opened
@@ -147,22 +152,58 @@ class Directory:
         if not self.closed_properly and not isinstance(error, final):
             self.unrepaired[key] = None
 
-    def run(self, boot_id: str, broker_epoch: int) -> ProcessRun:
-        """Return the content of run.json for this process.  While a tail torn by a power loss is
-        not repaired, the boot id is left out: the next process must treat the tail as torn and not
-        as damaged (recovery.py: G, I).
-        """
-        lost = self.unrepaired and not self.same_boot
-        return ProcessRun("" if lost else boot_id, broker_epoch)
+    def repaired(self, keys: Iterable[PartitionKey]) -> list[PartitionKey]:
+        """Note the logs that can be opened now; return those that could not be opened before."""
+        waited = [key for key in keys if key in self.unrepaired]
+        for key in waited:
+            del self.unrepaired[key]
+        return waited
 
-    def run_at_stop(self, boot_id: str, broker_epoch: int) -> ProcessRun | None:
+    def outlived(self, key: PartitionKey) -> bool:
+        """Whether the page cache outlived the last process that wrote this log, so that only the
+        log's last batch may be torn (recovery.py: H, I).
+        """
+        return self.same_boot and key not in self.torn
+
+    def run(self) -> ProcessRun:
+        """Return the content of run.json for this process."""
+        torn = (key for key in self.unrepaired if not self.outlived(key))
+        registered = self.broker_epoch != NONE
+        epoch = self.broker_epoch if registered else self.previous_broker_epoch
+        return ProcessRun(self.boot_id, epoch, tuple(sorted(torn)))
+
+    async def mark_running(self, boot_id: str) -> None:
+        """Mark the process as running: its end counts as unclean until `mark_clean`.  SYNCED before
+        any log is written.
+
+        On a full disk run.json is not written; the next checkpoint writes it.  Until then the next
+        process takes the end of this one for a power loss.
+        """
+        self.boot_id = boot_id
+        with contextlib.suppress(errors.StorageFull):
+            await self.write_run()
+        await self.disk.write(partial(_remove_mark, self.disk.storage))
+
+    async def write_run(self) -> None:
+        """Write run.json, SYNCED, if its content has changed.  No process writes it before
+        `mark_running`.
+        """
+        run = self.run()
+        if self.boot_id and run != self.written_run:
+            await self.disk.write(partial(_write_run, self.disk.storage, run))
+            self.written_run = run
+
+    async def try_to_write_run(self) -> None:
+        """As `write_run`; after an error the next checkpoint writes it."""
+        with contextlib.suppress(errors.PkError):
+            await self.write_run()
+
+    def run_at_stop(self) -> ProcessRun | None:
         """Return the content of the clean-shutdown file; None = it is not written (rule L3).  A
         process that registered has reported an unclean start to the controller.  A process that
         ended before it registered passes the mark on to the next one.
         """
-        if broker_epoch != NONE:
-            return ProcessRun(boot_id, broker_epoch)
-        return ProcessRun(boot_id, self.previous_broker_epoch) if self.closed_properly else None
+        return self.run() if self.broker_epoch != NONE or self.closed_properly else None
 
     @contextmanager
     def moves(self, starts: dict[PartitionKey, Offset]) -> Iterator[None]:
@@ -237,6 +278,7 @@ def open_directory(
             before.broker_epoch,
             closed_properly=closed,
             same_boot=bool(before.boot_id) and before.boot_id == boot_id,
+            torn=frozenset(before.torn),
             cluster_id=found.cluster_id,
         )
         opened.clean = not fresh and (closed or opened.same_boot)
@@ -265,10 +307,16 @@ class Format(NamedTuple):
 
 
 class ProcessRun(NamedTuple):
-    """One process that used the directory."""
+    """One process that used the directory.
+
+    torn: the logs that it could not open, for want of space for example, and whose tails a power
+        loss before it may have torn.  The next process must treat such a tail as torn, and the tail
+        of any other log as damaged if it is not whole (recovery.py: G, I)
+    """
 
     boot_id: str = ""
     broker_epoch: int = NONE
+    torn: tuple[PartitionKey, ...] = ()
 
 
 def read_format(storage: Storage, level: int = formats.LEVEL) -> Format | None:
@@ -397,8 +445,17 @@ def _read_run(storage: Storage, name: str) -> ProcessRun | None:
 
 
 def encode_run(run: ProcessRun) -> bytes:
-    """Encode the content of run.json or clean-shutdown."""
-    return sealed.encode({"version": RUN_VERSION, **run._asdict()})
+    """Encode the content of run.json or clean-shutdown.
+
+    Builds that do not know the field `torn` find no boot id beside it, and take the end of this
+    process for a power loss.
+    """
+    written: dict[str, Any] = {"version": RUN_VERSION, **run._asdict()}
+    if run.torn:
+        written |= {"boot_id": "", "boot_id_of_others": run.boot_id}
+    else:
+        del written["torn"]
+    return sealed.encode(written)
 
 
 def decode_run(name: str, raw: bytes) -> ProcessRun:
@@ -407,7 +464,15 @@ def decode_run(name: str, raw: bytes) -> ProcessRun:
     """
     found = sealed.decode(raw)
     formats.require_version(name, sealed.field(found, "version", int), RUN_VERSION)
-    return ProcessRun(sealed.field(found, "boot_id", str), sealed.field(found, "broker_epoch", int))
+    epoch = sealed.field(found, "broker_epoch", int)
+    if "torn" not in found:
+        return ProcessRun(sealed.field(found, "boot_id", str), epoch)
+    torn = sealed.field(found, "torn", list)
+    try:
+        keys = tuple(PartitionKey(topic_id, partition) for topic_id, partition in torn)
+    except (TypeError, ValueError) as error:
+        raise sealed.CorruptFile(f"the field 'torn' is {torn!r}") from error
+    return ProcessRun(sealed.field(found, "boot_id_of_others", str), epoch, keys)
 
 
 def read_last_run(storage: Storage) -> LastRun | None:
@@ -440,19 +505,11 @@ def recovered_activity_ms(directories: Sequence[Directory], wall_ms: int) -> int
     return wall_ms if before is None else max(wall_ms, before.wall_ms)
 
 
-def write_run(storage: Storage, run: ProcessRun) -> None:
+def _write_run(storage: Storage, run: ProcessRun) -> None:
     storage.replace_file(RUN_FILE, encode_run(run))
 
 
-def mark_running(storage: Storage, run: ProcessRun) -> None:
-    """Mark the process as running: its end counts as unclean until `mark_clean`.  SYNCED before any
-    log is written.
-
-    On a full disk run.json is not written, and the next process takes the end of this one for a
-    power loss.
-    """
-    with contextlib.suppress(errors.StorageFull):
-        write_run(storage, run)
+def _remove_mark(storage: Storage) -> None:
     storage.remove(CLEAN_FILE)
     storage.sync_dir("")
 

@@ -93,7 +93,7 @@ class LogManager:
         self.restored: dict[str, str] = {}  #: directories with a restored identity, and why
         #: Replicas that an operator adopted or discarded; the cluster has not confirmed it yet.
         self.operator_marked: dict[PartitionKey, None] = {}
-        self._broker_epoch, self._loaded = NONE, False
+        self._loaded = False
         self._tasks = TaskRegistry()
 
     # -- opening -----------------------------------------------------------------------------------
@@ -184,8 +184,7 @@ class LogManager:
             waiting = await self._checkpoints.lower_all(directory)
             for key, _ in waiting:
                 await directory.disk.write(partial(self._logs.pop(key)[0].close, False))
-            run = directory.run(self._boot_id, directory.previous_broker_epoch)
-            await directory.disk.write(partial(files.mark_running, directory.disk.storage, run))
+            await directory.mark_running(self._boot_id)
         except errors.StorageFailed:
             if all(each.failed is not None for each in self.directories):
                 raise  # M4
@@ -297,7 +296,7 @@ class LogManager:
             topic_id,
             config,
             clean=directory.closed_properly and not strange,
-            same_boot=directory.same_boot and not strange,
+            same_boot=directory.outlived(key) and not strange,
             recovery_point=directory.recovery_points.get(key, 0),
             log_start=directory.log_starts.get(key),
             local_start=None if strange else directory.local_starts.get(key),
@@ -377,9 +376,9 @@ class LogManager:
         found |= lost
         logs = {key: log for key, log in found.items() if isinstance(log, PartitionLog)}
         self._logs |= {key: (log, directory) for key, log in logs.items()}
+        repaired = directory.repaired(logs)
         for new in present:
             if new.key in logs:
-                directory.unrepaired.pop(new.key, None)
                 self._opened_here(directory, site.identity(new))
         ends = {key: log.written_end for key, log in logs.items() if directory.names(key)}
         try:
@@ -387,7 +386,10 @@ class LogManager:
                 await self._checkpoints.lower(directory, ends)
             else:  # before their first records (log/identity I1)
                 await directory.write_checkpoints(identity.IDENTITIES)
+            await directory.write_run()
         except errors.PkError as error:
+            for key in repaired:
+                directory.not_opened(key, error)
             for key in logs:
                 del self._logs[key]
                 await directory.disk.write(partial(logs[key].close, False))
@@ -559,15 +561,10 @@ class LogManager:
     def remember_broker_epoch(self, broker_epoch: int) -> None:
         """Remember the broker epoch, and write it to run.json soon (L3).  `close` writes it to the
         clean-shutdown file."""
-        self._broker_epoch = broker_epoch
         for directory in self.directories:
             if directory.failed is None:
-                self._tasks.spawn(self._write_epoch(directory, broker_epoch))
-
-    async def _write_epoch(self, directory: Directory, broker_epoch: int) -> None:
-        with contextlib.suppress(errors.PkError):  # the next start counts as unclean: safe
-            run = directory.run(self._boot_id, broker_epoch)
-            await directory.disk.write(partial(files.write_run, directory.disk.storage, run))
+                directory.broker_epoch = broker_epoch
+                self._tasks.spawn(directory.try_to_write_run())
 
     # -- closing -----------------------------------------------------------------------------------
 
@@ -595,6 +592,6 @@ class LogManager:
             return  # nothing was verified: the next start has to do it
         await self._checkpoints.write(directory)
         await closing.write_lines(directory.disk, lines)
-        run = directory.run_at_stop(self._boot_id, self._broker_epoch)
+        run = directory.run_at_stop()
         if all_clean and run is not None:
             await directory.disk.write(partial(files.mark_clean, directory.disk.storage, run))

@@ -51,7 +51,7 @@ class Strays:
         def repair() -> None:
             PartitionLog.open(
                 directory.disk.storage, path, found.topic_partition, key.topic_id, _ANY,
-                clean=directory.closed_properly, same_boot=directory.same_boot,
+                clean=directory.closed_properly, same_boot=directory.outlived(key),
                 recovery_point=directory.recovery_points.get(key, 0),
                 log_start=directory.log_starts.get(key), now_ms=now_ms,
             ).close(clean=False)  # fmt: skip

@@ -32,7 +32,7 @@ def findings(storage: RealStorage, name: str) -> list[Finding]:
     begins = _local_start(storage, owner) if closed else FAR
     found = repairing.look(storage, path, trusted=closed, floor=floor, local_start=begins)
     # a power loss: the next start truncates the torn end itself
-    if not closed and run.boot_id != boot_id():
+    if not closed and (run.boot_id != boot_id() or key in run.torn):
         found = [each for each in found if each.damage.start < point]
     return found
 

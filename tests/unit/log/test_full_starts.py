@@ -146,3 +146,70 @@ def test_a_full_disk_does_not_keep_a_damaged_log_from_being_set_aside() -> None:
         assert (await again.create(TP, "tid", CONFIG)).log_end == 0
 
     run(main)
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_log_that_waits_says_nothing_of_the_others(opened: bool) -> None:
+    """Rules L3, L9: run.json lists the logs that could not be opened since a power loss.  Any other
+    log was served in this boot; damage at its end is not what the power loss left.
+    """
+
+    async def main() -> None:
+        house = House()
+        storage = house.storages[0]
+        manager = await house.opened()
+        await manager.create(TP, "tid", CONFIG)
+        waits, served = PartitionKey("tid", 1), KEY
+        other = TopicPartition("t", 1)
+        await manager.create(other, "tid", CONFIG)
+        storage.power_loss(random.Random(1))
+
+        storage.fault = lambda operation, path: (
+            errors.StorageFull("full") if path.startswith("topics/t-1/") else None
+        )
+        again = house.manager(boot_id="boot-2")
+        await again.open()
+        ((key, _),) = await again.load(lambda topic_id, tp: CONFIG)
+        assert key == waits
+        if opened:
+            storage.fault = None
+            await again.create_all([NewPartition(other, "tid", CONFIG, again=True)])
+        storage.crash()
+        storage.fault = None
+
+        third = house.manager(boot_id="boot-2")
+        await third.open()
+        (found,) = third.directories
+        assert found.same_boot
+        assert found.outlived(served)
+        assert found.outlived(waits) is opened
+        assert await third.load(lambda topic_id, tp: CONFIG) == []
+        storage.crash()
+        fourth = house.manager(boot_id="boot-2")
+        await fourth.open()
+        assert fourth.directories[0].outlived(waits)
+
+    run(main)
+
+
+def test_a_full_disk_delays_run_json() -> None:
+    """L3: the next checkpoint names this process, and the next start is in its boot."""
+
+    async def main() -> None:
+        house = House()
+        storage = house.storages[0]
+        manager = await house.opened()
+        await manager.create(TP, "tid", CONFIG)
+        storage.power_loss(random.Random(1))
+        storage.capacity = storage.used_bytes()
+        again = await house.opened(boot_id="boot-2")
+        again.remember_broker_epoch(7)
+        storage.capacity = None
+        await append(again, KEY, 3)
+        await again.checkpoint()
+        storage.crash()
+        (third,) = (await house.opened(boot_id="boot-2")).directories
+        assert third.same_boot
+        assert third.previous_broker_epoch == 7
+
+    run(main)
