@@ -20,6 +20,8 @@ Invariants
       While that is not known, readers wait and no range is reported as lost.  A follower that
       has less than the present files waits, too: it would begin above the missing range (R5),
       join the ISR, and hide that the range is lost.
+  N5  A leader that has asked for an ISR with another replica, and does not know the answer, reports
+      no range as lost: this replica may be in the ISR by now.  Readers wait for the answer.
 """
 
 from __future__ import annotations
@@ -74,12 +76,19 @@ class CorruptionManager:
         leads = partition.state is ReplicaState.LEADING
         if not leads or not self.is_only_copy(self._metadata.image.partition(key)):
             return False
+        if self._waits(partition):
+            return True
         if self._is_late(partition, error):
             return True
         if key not in self._looking:
             self._looking[key] = None
             self._tasks.spawn(self._look(partition, error))
         return True
+
+    def _waits(self, partition: Partition) -> bool:
+        """Whether another replica may have joined the ISR (N5)."""
+        leader = partition.leader
+        return leader is not None and any(each != self._env.node_id for each in leader.possible_isr)
 
     def _is_late(self, partition: Partition, error: errors.CorruptLog) -> bool:
         """Whether `error` met a range that a survey found while the read was under way (N2)."""
@@ -186,12 +195,15 @@ class CorruptionManager:
     def client_error(self, partition: Partition, error: errors.PkError) -> errors.PkError:
         """Return the error that answers a read that failed with `error`.
 
-        While a survey looks for the damaged range, and for reads that it overtook, this error is
-        the retriable `OffsetNotAvailable`.
+        It is the retriable `OffsetNotAvailable` while a survey looks for the damaged range, for
+        reads that the survey overtook, and while the leader waits (N5).
         """
         if isinstance(error, errors.CorruptLog) and (
             partition.key in self._looking
-            or (partition.state is ReplicaState.LEADING and self._is_late(partition, error))
+            or (
+                partition.state is ReplicaState.LEADING
+                and (self._waits(partition) or self._is_late(partition, error))
+            )
         ):
             return errors.OffsetNotAvailable(
                 f"{partition}: the broker looks for the range that is damaged: {error.message}"

@@ -111,9 +111,14 @@ class Leader:
         return all(
             self._followers.broker_epoch_of(member) != NONE
             and self._followers.end_of(member) >= self.start_offset
-            for member in (*self.isr, *self._pending)
+            for member in self.possible_isr
             if member != self.node_id
         )
+
+    @property
+    def possible_isr(self) -> tuple[NodeId, ...]:
+        """Return the members of the ISR and those that a proposed ISR may have added (rule R2)."""
+        return (*self.isr, *self._pending)
 
     @property
     def log_end(self) -> Offset:
@@ -206,7 +211,7 @@ class Leader:
             return NONE
         others = (
             self._followers.log_start_of(member)
-            for member in (*self.isr, *self._pending)
+            for member in self.possible_isr
             if member != self.node_id
         )
         return min((log_start, *others))
@@ -253,7 +258,7 @@ class Leader:
 
         A member of the ISR stays one until a metadata record removes it.
         """
-        if replica not in (*self.isr, *self._pending):
+        if replica not in self.possible_isr:
             self._followers.forget(replica)
 
     def on_follower_full(self, replica: NodeId) -> None:
@@ -320,9 +325,7 @@ class Leader:
     def _move(self) -> bool:
         own = self._synced_end if self._flush_on_ack else self._written_end
         others = (
-            self._followers.end_of(member)
-            for member in (*self.isr, *self._pending)
-            if member != self.node_id
+            self._followers.end_of(member) for member in self.possible_isr if member != self.node_id
         )
         before = self.high_watermark
         self.high_watermark = watermark.advance(

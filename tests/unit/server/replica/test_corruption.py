@@ -48,8 +48,13 @@ async def tell(caller: Any, kit: Any, offset: int) -> None:
 
 async def ask(rig: Any, kit: Any, partition: int) -> int:
     """Return the error code that a reader of offset 0 gets; 0 = records."""
+    return await ask_at(rig, kit, 0, partition)
+
+
+async def ask_at(rig: Any, kit: Any, offset: int, partition: int = 0) -> int:
+    """Return the error code that a reader of `offset` gets; 0 = records."""
     stream = await rig.stream(StreamKind.FETCH)
-    await stream.send(kit.fetch(kit.position(partition)))
+    await stream.send(kit.fetch(kit.position(partition, offset=offset)))
     reply, payload = await kit.fetched(stream)
     stream.close()
     (entry,) = reply.partitions
@@ -301,6 +306,36 @@ def test_the_only_copy_is_served_around_its_damage(rig: Any, kit: Any, warnings:
     assert (event, facts["offset"], facts["next_offset"]) == ("damaged_range", 1, 2)
     problem = rig.core.corruption.problem_of(damaged)
     assert "pk log repair" in problem.message
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_leader_that_asked_for_a_member_calls_nothing_lost(
+    rig: Any, kit: Any, warnings: Any, joined: bool
+) -> None:
+    """replica/corruption N5: the answer was lost, and the member may be in the ISR."""
+    damaged = rig.partition(0)
+
+    async def story() -> None:
+        await fill(rig, kit, 0, 0, 0)
+        leader = damaged.leader
+        assert leader is not None
+        asked = (*leader.isr, 2)
+        leader.on_isr_proposed(asked)
+        flip(rig, damaged.log.size_bytes // 3 + 5_000)
+        for _ in range(5):
+            assert await ask_at(rig, kit, 1) == errors.OffsetNotAvailable.code
+            await rig.mine.clock.sleep_ms(100)
+        assert warnings == []
+        if joined:
+            rig.core.metadata.image.elsewhere = (2,)
+            assert await ask_at(rig, kit, 1) == errors.CorruptLog.code
+            offline_once(rig, warnings, "offsets [1, 2) are damaged: checksum")
+        else:
+            leader.on_isr_refused(asked)
+            await entry_at(rig, kit, 1, errors.DataLoss.code)
+
+    rig.run(story)
+    assert damaged.online is not joined
 
 
 def test_a_read_that_a_survey_overtook_asks_again(rig: Any, kit: Any, warnings: Any) -> None:
