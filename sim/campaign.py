@@ -222,9 +222,9 @@ class Run:
     def _log_start_of(self, topic: str, partition: int) -> int:
         """Return the largest known log_start of the partition in the topic's present life."""
         known = self.oracle.topics[topic]
-        sample = self._bounds.get(PartitionKey(known.topic_id, partition))
         asked = known.deletions.get(partition, 0)
-        return max(asked, sample.log_start if sample is not None else 0)
+        start = self.observer.invariants.log_start(PartitionKey(known.topic_id, partition))
+        return max(asked, start)
 
     def _bounds_of(self, topic_id: str, partition: int) -> tuple[int, int]:
         sample = self._bounds.get(PartitionKey(topic_id, partition))

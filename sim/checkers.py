@@ -107,10 +107,18 @@ class Invariants:
         self._starts: dict[PartitionKey, Offset] = {}  # the largest log_start sampled on any broker
         self.samples = 0
 
+    def log_start(self, key: PartitionKey) -> Offset:
+        """Return the largest log_start that any broker has had of a partition; 0 = none.
+
+        A reader was served by any of them.  A new leader may not know yet how far retention had
+        moved log_start on the leader before it.
+        """
+        return self._starts.get(key, 0)
+
     def check(self, sample: PartitionSample) -> None:
         self.samples += 1
         s = sample
-        self._starts[s.key] = max(s.log_start, self._starts.get(s.key, 0))
+        self._starts[s.key] = max(s.log_start, self.log_start(s.key))
         leads = self._leaders.setdefault((s.key, s.leader_epoch), s.broker)
         require(leads == s.broker, "V1", "broker {} leads this epoch too: {}", leads, s)
         ordered = s.log_start <= s.last_stable_offset <= s.high_watermark <= s.log_end

@@ -209,6 +209,8 @@ class ReplicaCheck:
         self._oracle = oracle
         self._replicas: dict[tuple[PartitionKey, NodeId], _Replica] = {}
         self._histories: dict[PartitionKey, _History] = {}
+        #: The eras of replicas that moved away; their logs may still be on the disk.
+        self._moved: dict[tuple[PartitionKey, NodeId], int] = {}
 
     def check(self, s: ReplicaSample) -> tuple[Offset, Offset]:
         """Check a sample; return the range of the replica's log whose batches `committed` needs."""
@@ -218,7 +220,10 @@ class ReplicaCheck:
             history = self._histories[s.key] = _History(era)
         seen = self._replicas.get((s.key, s.broker))
         if seen is None:
-            seen = self._replicas[s.key, s.broker] = _Replica(s.life, era)
+            former = self._moved.pop((s.key, s.broker), era)
+            old_log = s.log_end > 0  # a new log begins empty
+            seen = _Replica(s.life, former if old_log else era)
+            self._replicas[s.key, s.broker] = seen
         self._begun_log(s, seen)
         if s.log_end < seen.compared:
             words = "cut below what was committed, {}: {}"
@@ -310,8 +315,16 @@ class ReplicaCheck:
         if seen is not None:
             seen.begun = seen.life, offset
 
-    def forget(self, broker: NodeId, key: PartitionKey | None = None) -> None:
-        """Forget the replicas of a broker whose disk is lost, or one replica that moved away."""
-        for place in list(self._replicas):
-            if place[1] == broker and key in (None, place[0]):
-                del self._replicas[place]
+    def forget(self, broker: NodeId) -> None:
+        """Forget the replicas of a broker whose disk is lost."""
+        for places in (self._replicas, self._moved):
+            for place in [place for place in places if place[1] == broker]:
+                del places[place]
+
+    def moved_away(self, broker: NodeId, key: PartitionKey) -> None:
+        """Forget a replica that moved away.  If it is one again before its broker has removed the
+        log, it has the old log, and the eras that ended meanwhile may shorten it.
+        """
+        gone = self._replicas.pop((key, broker), None)
+        if gone is not None:
+            self._moved[key, broker] = gone.era

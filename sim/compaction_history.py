@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from pk.sim.oracle import Oracle, Outcome, RecordId, digest_of
-from pk.types import NONE, Offset, TopicPartition
+from pk.types import NONE, Offset, PartitionKey, TopicPartition
 
 #: The header that names a record.
 ID = "id"
@@ -57,7 +57,7 @@ class CompactionHistory:
         self._retention_ms = retention_ms
         self.sent: dict[RecordId, Keyed] = {}
         self.acknowledgements = 0
-        self.log_start_of: Callable[[str, int], Offset] = lambda topic_id, partition: 0
+        self.log_start_of: Callable[[PartitionKey], Offset] = lambda key: 0
         self._by_place: dict[TopicPartition, list[Keyed]] = {}
         self._numbers: dict[str, int] = {}
 
@@ -101,7 +101,7 @@ class CompactionHistory:
     def log_start(self, place: TopicPartition) -> Offset:
         """Return the largest known log_start of the partition: size retention moves it."""
         topic = self.known.topics[place.topic]
-        return self.log_start_of(topic.topic_id, place.partition)
+        return self.log_start_of(PartitionKey(topic.topic_id, place.partition))
 
     def retention_ms(self, place: TopicPartition) -> int:
         """Return delete_retention_ms of the topic."""

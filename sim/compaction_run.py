@@ -85,7 +85,7 @@ class CompactionRun:
         self._was_offline = cluster.listeners["partition_offline"]
         cluster.listeners["partition_offline"] = self._offline
         self.tables = TableRun(world, cluster, observer, self.shared, counts)
-        self.history.log_start_of = lambda topic_id, partition: bounds_of(topic_id, partition)[0]
+        self.history.log_start_of = observer.invariants.log_start
         self.chores: Any = None
         self._writers: list[KeyedWriter] = []
 

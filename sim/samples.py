@@ -215,7 +215,7 @@ class Observer:
         now = self.image.partition(key)
         if before is not None and now is not None:
             for gone in [each for each in before.replicas if each not in now.replicas]:
-                self.replicas.forget(gone, key)
+                self.replicas.moved_away(gone, key)
         assert now is not None
         self._changed[key] = None
         if len(now.isr) < len(before.isr):

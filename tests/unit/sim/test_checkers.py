@@ -116,6 +116,15 @@ def test_a_table_may_follow_whoever_was_asked_to_delete() -> None:
         checked.check(leads(1, 2, **{**told, "topic": "other"}, table_start=3))
 
 
+def test_a_new_leader_may_not_know_how_far_retention_had_come() -> None:
+    """V5, V28: the leader before it answered a reader with its own log_start."""
+    checked = Invariants(Oracle([TopicPlan("t", 1, {})]))
+    for broker, log_start in ((1, 2), (1, 7), (2, 3)):
+        checked.check(leads(broker, log_start))
+    assert checked.log_start(PartitionKey("id", 0)) == 7
+    assert checked.log_start(PartitionKey("id", 1)) == 0
+
+
 def test_a_copy_made_anew_may_begin_before_the_one_that_is_gone() -> None:
     # rule V3
     key, checked = PartitionKey("id", 0), Invariants(Oracle([TopicPlan("t", 1, {})]))

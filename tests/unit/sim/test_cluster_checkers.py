@@ -233,6 +233,29 @@ def test_a_log_may_be_found_empty_only_if_its_process_died_while_it_began_it_aga
         check.check(replace(empty, life=2))
 
 
+def test_a_replica_that_moved_back_may_have_its_old_log() -> None:
+    """The eras that ended while it was away may shorten it; a new log has seen none of them."""
+
+    def back(log_end: int) -> ReplicaCheck:
+        oracle, check = led()
+        follower = replica(3)
+        check.check(follower)
+        check.moved_away(3, KEY)
+        oracle.era_ends(*KEY, 0.0)
+        check.check(replace(follower, log_end=log_end))
+        check.check(follower)
+        check.committed(KEY, 3, [Mark(0, 8, 0, 1)])
+        return check
+
+    check = back(10)
+    check.check(replica(3, log_end=5))
+    check.committed(KEY, 3, [Mark(5, 8, 0, 2)])
+    with pytest.raises(Violation, match="cut below"):
+        check.check(replica(3, log_end=5))
+    with pytest.raises(Violation, match="cut below"):
+        back(0).check(replica(3, log_end=5))
+
+
 def strike(promise: LossModel, broker: int, *, disk: bool = False) -> None:
     promise.hit(
         broker,
