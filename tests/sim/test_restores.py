@@ -15,7 +15,7 @@ pytestmark = [
 
 def test_no_offset_is_given_twice_and_histories_do_not_interleave() -> None:
     """V38 to V41: one broker lives, then nothing; both clusters create the same partition."""
-    report = RestoreRun(7).execute()
+    report = RestoreRun(2).execute()
     assert not report.violation, f"{report.violation}\n{report.line}"
     counts = report.counts
     assert (counts["restores"], counts["left of a cluster: one broker"]) == (2, 1)
