@@ -239,6 +239,8 @@ class ReaderCheck:
             if line is not None and life == line.life:
                 era = line.era + 1  # each ended era may send a reader back once
             line = self.lines[place] = _Line(life, era, doubtful)
+        if rows and line.next is None:
+            line.life = min(line.life, self._life_of(rows[0], line.life))
         for row in rows:
             if (line.next is not None and row.offset != line.next) or row.id in line.ids:
                 where = f"{self.name} at {topic}-{partition}: {row} after {line.next}"
@@ -247,6 +249,14 @@ class ReaderCheck:
             line.ids[row.id] = row.offset
             line.next = row.offset + 1
         self.rows += len(rows)
+
+    def _life_of(self, row: ReadRow, default: int) -> int:
+        """Return the life of the topic in which a record was sent.
+
+        A broker that is cut off serves the former life to a reader that has just begun.
+        """
+        sent = self._oracle.sent.get(row.id)
+        return default if sent is None else max(1, sent.life)
 
     def _check_step(self, line: _Line, row: ReadRow, log_start: Offset, where: str) -> None:
         """Check a `row` that is not the next one, or that the reader has seen already."""

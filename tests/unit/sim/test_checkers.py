@@ -189,3 +189,26 @@ def test_a_reader_that_retention_passes_is_judged_from_where_it_goes_on() -> Non
     check.took("t", 0, rows[2:4], 7)
     with pytest.raises(Violation, match=r"^V5: .*a gap \(log_start 11\)"):
         check.took("t", 0, rows[4:], 11)
+
+
+@pytest.mark.parametrize("sent_before", [False, True])
+def test_a_reader_that_begins_may_see_the_life_before(sent_before: bool) -> None:
+    """V6: a broker that is cut off serves the topic that was deleted."""
+    oracle = Oracle([TopicPlan("t", 1, {})])
+    oracle.created("t", "id", 1)
+    old, new = RecordId("p", 1), RecordId("p", 2)
+    oracle.send(old, "t", 1, ordered=True)
+    if sent_before:
+        oracle.deleting("t")
+        oracle.created("t", "again", 1)
+    check = ReaderCheck("c", oracle)
+    check.took("t", 0, [ReadRow(0, old, 1)], 0)
+    oracle.send(new, "t", 2, ordered=True)
+    log = {0: ReadRow(0, new, 2)}
+    if sent_before:
+        check.compare(oracle.topics["t"], 0, log)
+        check.took("t", 0, [log[0]], 0)
+        check.compare(oracle.topics["t"], 0, log)
+        log[0] = ReadRow(0, old, 1)
+    with pytest.raises(Violation, match=r"^V6: c saw"):
+        check.compare(oracle.topics["t"], 0, log)
