@@ -368,7 +368,7 @@ _SPARK = (
     ),
     Case(
         name="spark_stream_group",
-        what="Spark streams the hot log with AvailableNow to the noop sink in 24 "
+        what="Spark streams the hot log with AvailableNow to the noop sink in 96 "
         "micro-batches, with groupId: what it costs to publish the progress as the offsets of a "
         "group",
         against="the same query without groupId",

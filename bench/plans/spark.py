@@ -21,7 +21,7 @@ from bench.spark.worker import SparkSession
 
 _SOURCE_FILES = 4
 #: Micro-batches of `spark_stream_group`: each publishes the progress once.
-GROUP_BATCHES = 24
+GROUP_BATCHES = 96
 #: Partitions of the topics of `spark_narrow`, and the records of each partition.  With 1,000
 #: partitions a pass of Kafka's connector takes minutes.
 NARROW_PARTITIONS = (4, 100)
