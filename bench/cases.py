@@ -460,9 +460,13 @@ _SPARK = (
         plan="topic_log",
         pk_modes=("read_topic",),
         peer_modes=("kafka",),
-        variants=(Variant("none", least=5.0),),
-        records=10_000_000,
-        peer_records=10_000_000,
+        variants=(
+            Variant("none", least=5.0),
+            Variant("lz4", least=5.0),
+            Variant("zstd", least=5.0),
+        ),
+        records=40_000_000,
+        peer_records=40_000_000,
         records_least=2_000_000,
     ),
 )
